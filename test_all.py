@@ -1,0 +1,1344 @@
+"""The tests, in the order of the files: data, model, objectives, train, finetune, probe.
+
+    python -m pytest test_all.py
+
+A mechanism is held against a naive loop written from its paper, an implementation by others, or an invariant.
+No network; what needs a library that is not installed is skipped, and so is GPT-2's vocabulary where
+TIKTOKEN_CACHE_DIR does not hold it.
+"""
+
+import collections
+import copy
+import csv
+import gzip
+import json
+import lzma
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data
+import finetune
+import model as model_module
+import objectives
+import probe
+import train
+from model import PE_NAMES, UNKNOWN_POS, Encoder, EncoderConfig, load, parse_pe
+from objectives import ObjectiveConfig, Pretraining, stream
+
+HERE = Path(__file__).parent
+VOCAB = 72                      # 64 ordinary ids and the 8 specials
+SUMS = ["rope+t5", "abs+alibi", "abs+rope", "sin+rel_k"]
+ALL_PE = [name for name in PE_NAMES if name not in ("bert_a", "bert_r")] + SUMS     # the two are aliases
+
+
+def tiny(pe="abs", **change):
+    """A small encoder in float64, dropout off, its weights large enough for every term to count."""
+    torch.manual_seed(0)
+    config = dict(vocab_size=VOCAB, n_layer=2, n_head=2, d_model=16, d_ff=32, max_len=12, dropout=0.0, attn_dropout=0.0, pe=pe)
+    torch.set_default_dtype(torch.double)
+    encoder = Encoder(EncoderConfig(**{**config, **change}))
+    torch.set_default_dtype(torch.float)
+    with torch.no_grad():
+        for p in encoder.parameters():
+            if p.dim() > 1:
+                p.mul_(10)
+    return encoder
+
+
+def some_tokens(B=3, L=7, seed=0):
+    tokens = torch.randint(0, VOCAB - 8, (B, L), generator=torch.Generator().manual_seed(seed))
+    tokens[:, 0] = VOCAB - 8
+    return tokens
+
+
+# =========================================================================================================
+# data.py
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from their old tree".split()
+
+
+def write_corpus(path, n_docs=60, n_words=60, opener=open):
+    rng = random.Random(0)
+    with opener(path, "wt", encoding="utf-8") as handle:
+        for i in range(n_docs):
+            handle.write(json.dumps({"title": f"t{i}", "text": " ".join(rng.choices(WORDS, k=n_words)) + f" {i}."}) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def corpus_file(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("text") / "corpus.jsonl")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def corpus(corpus_file, cache):
+    return data.prepare(corpus_file, "bpe", cache)
+
+
+def naive_bpe(words, n_ids):
+    """Byte-pair encoding from its definition: count all pairs anew for every merge."""
+    ranks = [bytes([b]) for b in range(256)]
+    items = [([bytes([b]) for b in word], n) for word, n in words.items()]
+    while len(ranks) < n_ids:
+        counts = collections.Counter()
+        for parts, n in items:
+            for pair in zip(parts, parts[1:]):
+                counts[pair] += n
+        if not counts:
+            break
+        pair = min(counts, key=lambda p: (-counts[p], p))
+        if pair[0] + pair[1] not in ranks:
+            ranks.append(pair[0] + pair[1])
+        items = [(data.merge(parts, pair, pair[0] + pair[1]), n) for parts, n in items]
+    return ranks
+
+
+def test_bpe_equals_naive():
+    rng = random.Random(1)
+    words = collections.Counter("".join(rng.choices("abcd", k=rng.randint(1, 9))).encode() for _ in range(300))
+    assert data.train_bpe(words, 330) == naive_bpe(words, 330)
+
+
+def test_bpe_merges_an_overlapping_pair_once():
+    assert data.merge([b"a", b"a", b"a"], (b"a", b"a"), b"aa") == [b"aa", b"a"]
+
+
+def test_tokenizer_round_trip(corpus):
+    encoding = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+    assert encoding.n_vocab == 8192 == corpus.vocab_size and encoding._special_tokens["[CLS]"] == 8184
+    for text in ("the fox", "naïve Ωμέγα 中文 🦊 \x00\x7f", " \n\t  two  spaces", ""):
+        assert encoding.decode(encoding.encode_ordinary(text)) == text
+    every_byte = bytes(range(256))
+    assert all(encoding.decode_single_token_bytes(encoding.encode_single_token(bytes([b]))) == bytes([b]) for b in every_byte)
+    assert encoding.encode_ordinary("[MASK]") != [8187], "a text that says [MASK] is not the special"
+
+
+def test_corpus_splits_by_document(corpus, corpus_file):
+    encoding = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+    sep = corpus.vocab_size - 6
+    texts = [json.loads(line)["text"] for line in open(corpus_file)]
+    for split, wanted in (("val", [t for i, t in enumerate(texts) if i % 50 == 1]),
+                          ("train", [t for i, t in enumerate(texts) if i % 50 != 1])):
+        documents, current = [], []
+        for token in getattr(corpus, split).tolist():
+            if token == sep:
+                documents.append(encoding.decode(current))
+                current = []
+            else:
+                current.append(token)
+        assert documents == wanted and not current
+    assert corpus.train.dtype == np.uint16
+
+
+def test_rows(corpus):
+    rows = corpus.rows("train", [0, 3], 10)
+    assert rows.shape == (2, 10) and rows.dtype == np.int64
+    assert (rows[:, 0] == 8184).all() and (rows[:, -1] == 8186).all()
+    assert rows[1, 1:-1].tolist() == corpus.train[24:32].tolist()
+
+
+def test_batches_visit_every_row_once_an_epoch(corpus):
+    batches = data.Batches(corpus, 10, seed=5)
+    first = [batches.row(i) for i in range(batches.n)]
+    assert sorted(first) == list(range(batches.n)) and first != sorted(first)
+    second = [batches.row(batches.n + i) for i in range(batches.n)]
+    assert sorted(second) == sorted(first) and second != first
+    again = data.Batches(corpus, 10, seed=5)
+    assert (again(3, 4) == batches(3, 4)).all(), "a batch is a function of (seed, index)"
+    assert data.Batches(corpus, 10, seed=6).row(0) != first[0] or data.Batches(corpus, 10, seed=6).row(1) != first[1]
+
+
+def test_prepare_skips_what_is_done(corpus, corpus_file, cache):
+    before = {f: f.stat().st_mtime_ns for f in corpus.folder.iterdir()}
+    data.prepare(corpus_file, "bpe", cache)
+    assert {f: f.stat().st_mtime_ns for f in corpus.folder.iterdir()} == before
+    assert set(f.name for f in before) == {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
+
+
+def test_file_formats_give_the_same_documents(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+    texts = ["one fox\nand a line", "two, \"dogs\"", "three\nowls"]
+    rows = [{"text": t, "n": i} for i, t in enumerate(texts)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    for name, opener in (("b.jsonl.gz", gzip.open), ("c.jsonl.xz", lzma.open)):
+        with opener(tmp_path / name, "wt") as handle:
+            handle.write(lines)
+    with open(tmp_path / "d.csv", "w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerows([["text", "n"], *[[r["text"], r["n"]] for r in rows]])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "e.parquet")
+    (tmp_path / "f.txt").write_text("\n\n".join(texts))
+    with gzip.open(tmp_path / "g.txt.gz", "wt") as handle:
+        handle.write("\n\n\n" + "\n\n".join(texts) + "\n\n")
+    for file in sorted(tmp_path.iterdir()):
+        found = [t.strip() for t in data.file_documents(str(file), "text") if t.strip()]
+        assert found == texts, file.name
+
+
+def test_long_documents_are_cut_without_loss():
+    for text in ("x" * 250_000, "word " * 50_000, "a\n" * 120_000, "short", ""):
+        cut = list(data.pieces(text))
+        assert "".join(cut) == text and max(map(len, cut)) <= data.PIECE
+
+
+@pytest.mark.parametrize("write, says", [
+    (lambda f: f.write_text(""), "no text in it"),
+    (lambda f: f.write_text('{"text": "only one"}\n'), "at least 2"),
+    (lambda f: f.write_text('{"body": "a"}\n{"body": "b"}\n'), "no column 'text'"),
+    (lambda f: f.write_text("not json at all {"), "cannot be read"),
+    (lambda f: f.write_text('{"text": ""}\n{"text": "  "}\n'), "at least 2"),
+])
+def test_a_bad_corpus_is_one_clear_line(tmp_path, write, says):
+    write(tmp_path / "bad.jsonl")
+    with pytest.raises(ValueError, match=says):
+        data.prepare(str(tmp_path / "bad.jsonl"), "bpe", str(tmp_path / "cache"))
+    left = {f.name for f in (tmp_path / "cache").glob("*/*")}
+    assert left <= {"tokenizer.json"}, "nothing half-written"
+
+
+def test_a_cut_memory_map_is_noticed(corpus_file, tmp_path):
+    corpus = data.prepare(corpus_file, "bpe", str(tmp_path))
+    os.truncate(corpus.folder / "train.bin", 100)
+    with pytest.raises(ValueError, match="prepare it again"):
+        data.prepare(corpus_file, "bpe", str(tmp_path))
+
+
+def test_docstrings_are_read_not_imported(tmp_path):
+    file = tmp_path / "m.py"
+    file.write_text('"""Module."""\nraise SystemExit\ndef f():\n    """Does f."""\nadd_docstr(f, r"""Added.""")\n')
+    assert list(data.docstrings(file)) == ["Module.", "Does f.", "Added."]
+    file.write_text("def broken(:\n")
+    assert list(data.docstrings(file)) == []
+
+
+def test_gpt2_tokenizer():
+    try:
+        state = data.gpt2_state()
+    except ValueError as error:
+        assert "--tokenizer bpe" in str(error)
+        pytest.skip("GPT-2's vocabulary is not here")
+    encoding = tiktoken.Encoding(**data.encoding_arguments(state))
+    assert encoding.n_vocab == 50265 and encoding._special_tokens["[CLS]"] == 50257
+    text = "Hello world, it's 2026! 中文"
+    assert encoding.encode_ordinary(text) == tiktoken.get_encoding("gpt2").encode_ordinary(text)
+
+
+# =========================================================================================================
+# model.py: every scheme against a triple loop written from the papers
+
+def exact(f):
+    return lambda x: torch.tensor(f(x), dtype=torch.double)
+
+
+def sinusoid(x, width, w=None):
+    w = [10000 ** (-2 * k / width) for k in range(width // 2)] if w is None else w
+    return torch.stack([f(x * w[k]) for k in range(width // 2) for f in
+                        ((torch.sin, torch.cos) if isinstance(w, torch.Tensor) else (exact(math.sin), exact(math.cos)))])
+
+
+def naive_bucket(r):
+    """T5's bucket of one offset (Raffel 2020): 16 buckets a side, 8 exact, the rest logarithmic to 128."""
+    bucket, n = (16, r) if r > 0 else (0, -r)
+    return bucket + (n if n < 8 else min(15, 8 + int(math.log(n / 8) / math.log(128 / 8) * 8)))
+
+
+class Naive:
+    """One attention layer of an encoder, a pair at a time, from the equations; reads the encoder's own parameters."""
+
+    def __init__(self, encoder):
+        self.cfg, self.parts = encoder.config, encoder.pe.parts
+        self.D, self.H, self.T = self.cfg.d_head, self.cfg.n_head, self.cfg.max_len
+
+    def head(self, vector, h):
+        return vector[h * self.D:(h + 1) * self.D]
+
+    def input(self, token, pos):
+        x = token
+        for name, part in self.parts.items():
+            if name == "abs":
+                x = x + part.table.weight[self.T if pos < 0 else pos]
+            if name in ("sin", "lsin"):
+                w = part.w if name == "lsin" else None
+                x = x * math.sqrt(self.cfg.d_model) + (part.unknown if pos < 0 else sinusoid(pos, self.cfg.d_model, w))
+        return x
+
+    def offset_row(self, i, j, pi, pj):
+        return 129 if i != j and (pi < 0 or pj < 0) else min(max(pj - pi, -64), 64) + 64
+
+    def relative_vector(self, name, part, layer, row):
+        if name == "rel":
+            return part.table.weight[row]
+        if name == "rel_k":
+            return part.tables[layer].weight[row]
+        return part.unknown[0] if row == 129 else sinusoid(row - 64, self.D, part.w if name == "rlsin" else None)
+
+    def t5(self, part, h, i, j, pi, pj):
+        return part.table.weight[32 if i != j and (pi < 0 or pj < 0) else naive_bucket(pj - pi)][h]
+
+    def tupe_p(self, part, row, which, h):
+        p = F.layer_norm(part.table.weight[row], (self.cfg.d_model,), part.norm.weight, part.norm.bias, self.cfg.norm_eps)
+        return self.head((part.u_q if which == "q" else part.u_k).weight @ p, h)
+
+    def positional(self, name, part, h, i, j, pi, pj):
+        """v_ij of P1 before the reset."""
+        T = self.T
+        if name in ("t5", "t5_untie_cls"):
+            return self.t5(part if name == "t5" else part.offsets, h, i, j, pi, pj)
+        if name == "tupe_a_free":
+            return part.table[h, T if pi < 0 else pi, T if pj < 0 else pj]
+        if name == "alibi":
+            n = 2 ** int(math.log2(self.H))
+            slopes = [2 ** (-8 * (a + 1) / n) for a in range(n)] + [2 ** (-4 * (2 * a + 1) / n) for a in range(n)]
+            return part.unknown[h, 0, 0] if i != j and (pi < 0 or pj < 0) else torch.tensor(-slopes[h] * abs(pj - pi)).double()
+        if name.startswith("tupe"):
+            rows = [T if p < 0 else p for p in (pi, pj)]
+            v = self.tupe_p(part.positions, rows[0], "q", h) @ self.tupe_p(part.positions, rows[1], "k", h) / math.sqrt(2 * self.D)
+            if name.startswith("tupe_r_factored"):
+                r = part.offsets.table.weight[self.offset_row(i, j, pi, pj)]
+                v = v + self.head(part.offsets.f_q.weight @ r, h) @ self.head(part.offsets.f_k.weight @ r, h)
+            elif name.startswith("tupe_r"):
+                v = v + self.t5(part.offsets, h, i, j, pi, pj)
+            return v
+        return 0.0
+
+    def theta(self, name, part, which, h):
+        if name in ("t5_untie_cls", "tupe_a_free"):
+            return part.theta[which, h]
+        row = self.T + 1 + which
+        return self.tupe_p(part.positions, row, "q", h) @ self.tupe_p(part.positions, row, "k", h) / math.sqrt(2 * self.D)
+
+    def rotate(self, x, pos):
+        out = []
+        for k in range(self.D // 2):
+            angle = pos * 10000 ** (-2 * k / self.D)
+            z = torch.complex(x[2 * k], x[2 * k + 1]) * complex(math.cos(angle), math.sin(angle))
+            out += [z.real, z.imag]
+        return torch.stack(out)
+
+    def logit(self, q, k, h, i, j, pi, pj, layer):
+        s, terms = 0.0, 1
+        for name, part in self.parts.items():
+            if name.startswith("tupe"):
+                terms = 2
+            if name == "bert_ad":
+                terms = 4
+                rows = [self.T if p < 0 else p for p in (pi, pj)]
+                q = q + self.tupe_p(part.positions, rows[0], "q", h)
+                k = k + self.tupe_p(part.positions, rows[1], "k", h)
+            if name == "rope":
+                q, k = self.rotate(q, pi), self.rotate(k, pj)
+        for name, part in self.parts.items():
+            if name in ("rel", "rel_k", "rsin", "rlsin"):
+                s = s + q @ self.relative_vector(name, part, layer, self.offset_row(i, j, pi, pj)) / math.sqrt(self.D)
+            untied = (name.startswith("tupe") and "tie_cls" not in name) or name == "t5_untie_cls"
+            if untied and i == 0:
+                s = s + self.theta(name, part, 0, h)
+            elif untied and j == 0:
+                s = s + self.theta(name, part, 1, h)
+            else:
+                s = s + self.positional(name, part, h, i, j, pi, pj)
+        return s + q @ k / math.sqrt(terms * self.D)
+
+    def attend(self, q, k, v, pos, layer, pad):
+        B, H, L, D = q.shape
+        out = []
+        for b in range(B):
+            for h in range(H):
+                for i in range(L):
+                    seen = [j for j in range(L) if not pad[b, j]]
+                    s = torch.stack([self.logit(q[b, h, i], k[b, h, j], h, i, j, int(pos[b, i]), int(pos[b, j]), layer) for j in seen])
+                    y = 0.0
+                    for A, j in zip(s.softmax(0), seen):
+                        y = y + A * v[b, h, j]
+                        for name, part in self.parts.items():
+                            if name in ("rel", "rsin", "rlsin"):
+                                row = self.offset_row(i, j, int(pos[b, i]), int(pos[b, j]))
+                                y = y + A * self.relative_vector(name, part, layer, row)
+                    out.append(y)
+        return torch.stack(out).view(B, H, L, D)
+
+
+def hidden_ok(pe):
+    return "rope" not in pe
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_attention_equals_triple_loop(pe):
+    """Forward and gradient, with B != L, a pad, positions permuted in one row and (where allowed) hidden in another."""
+    encoder = tiny(pe)
+    naive = Naive(encoder)
+    B, L, H, D = 3, 6, 2, 8
+    q, k, v = (torch.randn(B, H, L, D, dtype=torch.double, generator=torch.Generator().manual_seed(s)).requires_grad_()
+               for s in range(3))
+    pos = torch.stack([torch.arange(L), torch.tensor([0, 4, 2, 5, 1, 3]), torch.arange(L)])
+    if hidden_ok(pe):
+        pos[2, 2:4] = UNKNOWN_POS
+    pad = torch.zeros(B, L, dtype=torch.bool)
+    pad[1, 4:] = True
+    layer = 1
+    leaves = [q, k, v, *encoder.pe.parameters()]
+    weight = torch.randn(B, H, L, D, dtype=torch.double, generator=torch.Generator().manual_seed(9))
+
+    def run(attend):
+        y = attend()
+        grads = torch.autograd.grad((y * weight).sum(), leaves, allow_unused=True)
+        return y.detach(), [torch.zeros_like(p) if g is None else g for p, g in zip(leaves, grads)]
+
+    ours, ours_grads = run(lambda: encoder.pe.attend(q, k, v, pos, layer, encoder.pe.mask(pos, pad, False, q.dtype), 0.0))
+    theirs, theirs_grads = run(lambda: naive.attend(q, k, v, pos, layer, pad))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+    for a, b in zip(ours_grads, theirs_grads):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    for b in range(B):      # what the components add at the input
+        x = encoder.tok(torch.tensor([[5] * L])) * encoder.pe.token_scale
+        added = encoder.pe.call("embed", pos[b:b + 1])
+        x = x if added is None else x + added
+        for i in range(L):
+            torch.testing.assert_close(x[0, i], naive.input(encoder.tok.weight[5], int(pos[b, i])), rtol=0, atol=1e-6)
+
+
+def test_the_default_positions_are_arange():
+    for pe in ("abs", "tupe_r", "rel", "rope"):
+        encoder, tokens = tiny(pe), some_tokens()
+        for pos in (torch.arange(7), torch.arange(7).expand(3, 7)):
+            torch.testing.assert_close(encoder(tokens), encoder(tokens, pos=pos), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_joint_permutation_permutes_the_output(pe):
+    encoder, tokens = tiny(pe), some_tokens()
+    order = torch.tensor([0, 3, 1, 6, 2, 5, 4])         # index 0, [CLS], aside
+    pos = torch.arange(7).expand(3, 7)
+    pad = torch.zeros(3, 7, dtype=torch.bool)
+    pad[0, 5:] = True
+    out = encoder(tokens, pos=pos, pad=pad)
+    permuted = encoder(tokens[:, order], pos=pos[:, order], pad=pad[:, order])
+    torch.testing.assert_close(permuted, out[:, order], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_order_matters_except_to_none(pe):
+    """A flag that computes its positions and forgets to use them passes every other test of shapes."""
+    encoder, tokens = tiny(pe), some_tokens()
+    order = torch.tensor([0, 3, 1, 6, 2, 5, 4])
+    change = (encoder(tokens[:, order]) - encoder(tokens)[:, order]).abs().max()
+    assert change < 1e-9 if pe == "none" else change > 1e-3
+
+
+@pytest.mark.parametrize("pe", [pe for pe in ALL_PE if hidden_ok(pe)])
+def test_swapping_hidden_tokens_permutes_the_output(pe):
+    encoder, tokens = tiny(pe), some_tokens()
+    pos = torch.arange(7).expand(3, 7).clone()
+    pos[:, [2, 5]] = UNKNOWN_POS
+    order = torch.tensor([0, 1, 5, 3, 4, 2, 6])
+    out = encoder(tokens, pos=pos)
+    torch.testing.assert_close(encoder(tokens[:, order], pos=pos), out[:, order], rtol=0, atol=1e-9)
+    if pe != "none":
+        assert (encoder(tokens) - out).abs().max() > 1e-4, "hidden positions must be seen as hidden"
+
+
+@pytest.mark.parametrize("pe", ["rel", "rel_k", "rsin", "rlsin", "t5", "t5_untie_cls", "rope", "alibi", "rope+t5"])
+def test_relative_schemes_do_not_see_a_shift(pe):
+    encoder, tokens = tiny(pe), some_tokens()
+    shifted = encoder(tokens, pos=torch.arange(7) + 5)
+    torch.testing.assert_close(shifted, encoder(tokens), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("pe", ["abs", "sin", "lsin", "tupe_a", "tupe_r", "bert_ad", "tupe_a_free", "abs+t5"])
+def test_absolute_schemes_see_a_shift(pe):
+    encoder, tokens = tiny(pe), some_tokens()
+    assert (encoder(tokens, pos=torch.arange(7) + 5) - encoder(tokens)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_beyond_max_len(pe):
+    """Tables of absolute positions refuse longer rows; all others go on, to offsets far past any table."""
+    encoder, tokens = tiny(pe), some_tokens(2, 200)
+    if any(part in ("abs", "bert_ad") or part.startswith("tupe") for part in parse_pe(pe)):
+        with pytest.raises(ValueError, match="table ends at 12"):
+            encoder(tokens)
+    else:
+        assert encoder(tokens).isfinite().all()
+
+
+def test_causal_and_pad_masks():
+    encoder, tokens = tiny("tupe_r"), some_tokens()
+    changed = tokens.clone()
+    changed[:, 5:] = 3
+    torch.testing.assert_close(encoder(tokens, causal=True)[:, :5], encoder(changed, causal=True)[:, :5])
+    pad = torch.zeros(3, 7, dtype=torch.bool)
+    pad[:, 5:] = True
+    torch.testing.assert_close(encoder(tokens, pad=pad)[:, :5], encoder(changed, pad=pad)[:, :5])
+    torch.testing.assert_close(encoder(tokens, pad=pad)[:, :5], encoder(tokens[:, :5]))
+    assert (encoder(tokens)[:, :5] - encoder(changed)[:, :5]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_every_parameter_gets_a_gradient(pe):
+    encoder, tokens = tiny(pe), some_tokens(5, 12)
+    pos = torch.arange(12).expand(5, 12).clone()
+    if hidden_ok(pe):
+        pos[:2, 4:6] = UNKNOWN_POS
+    weight = torch.randn(5, 12, 16, dtype=torch.double, generator=torch.Generator().manual_seed(3))
+    (encoder(tokens, pos=pos) * weight).sum().backward()
+    for name, p in encoder.named_parameters():
+        assert p.grad is not None, name
+        if name.endswith("qkv.bias"):       # softmax cancels a key bias: it adds the same to a whole row
+            key = p.grad.chunk(3)[1]
+            assert "rope" in pe or "rel" in pe or "rsin" in pe or "rlsin" in pe or pe == "bert_ad" or key.abs().max() < 1e-9, name
+            assert all(g.abs().max() > 1e-9 for g in (p.grad.chunk(3)[0], p.grad.chunk(3)[2])), name
+        elif name.endswith("theta"):
+            assert p.grad[0].abs().max() < 1e-9 < p.grad[1].abs().max(), "theta_1 fills a row: softmax cancels it"
+        elif name == "pe.parts.none":
+            pass
+        else:
+            assert p.grad.abs().max() > 1e-9, name
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_state_dict_round_trip(pe, tmp_path):
+    encoder = tiny(pe)
+    torch.save(encoder.state_dict(), tmp_path / "w.pt")
+    other = Encoder(encoder.config).double()
+    other.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
+    torch.testing.assert_close(other(some_tokens()), encoder(some_tokens()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_compiles_without_graph_breaks(pe, dtype):
+    encoder = tiny(pe).float()
+    pos = torch.arange(7).flip(0).expand(3, 7).contiguous()
+    torch._dynamo.reset()
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        compiled = torch.compile(encoder, fullgraph=True, backend="aot_eager")(some_tokens(), pos)
+        eager = encoder(some_tokens(), pos)
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.2)
+
+
+@pytest.mark.parametrize("pe", ["abs", "tupe_r", "rel"])
+def test_inductor_agrees_with_eager(pe):
+    if not train.can_compile(torch.device("cpu")):
+        pytest.skip("no C++ compiler")
+    encoder = tiny(pe, n_layer=1).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(encoder, fullgraph=True)(some_tokens())
+    torch.testing.assert_close(compiled, encoder(some_tokens()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_attention_probabilities(pe):
+    encoder, tokens = tiny(pe), some_tokens()
+    A = encoder.attention(tokens, layer=1)
+    assert A.shape == (3, 2, 7, 7)
+    torch.testing.assert_close(A.sum(-1), torch.ones(3, 2, 7, dtype=torch.double))
+    assert A.std() > 1e-3 and not A.requires_grad
+
+
+def test_parameters_that_schemes_add():
+    """P1 sec 3.3: TUPE adds 2*C*C and little else; what the others add follows from the table in model.py."""
+    count = lambda pe: sum(p.numel() for p in Encoder(EncoderConfig(vocab_size=VOCAB, pe=pe)).parameters())     # noqa: E731
+    C, H, D, T, none = 128, 4, 32, 65, count("none")
+    table = {"abs": T * C, "sin": C, "lsin": C + C // 2, "rel": 130 * D, "rel_k": 4 * 130 * D, "rsin": D, "rlsin": D + D // 2,
+             "t5": 33 * H, "alibi": H, "rope": 0, "bert_ad": T * C + 2 * C + 2 * C * C, "tupe_a": (T + 2) * C + 2 * C + 2 * C * C,
+             "tupe_r": (T + 2) * C + 2 * C + 2 * C * C + 33 * H, "tupe_a_tie_cls": T * C + 2 * C + 2 * C * C,
+             "t5_untie_cls": 33 * H + 2 * H, "tupe_a_free": H * T * T + 2 * H, "bert_r": T * C + 33 * H,
+             "tupe_r_factored": (T + 2) * C + 2 * C + 4 * C * C + 130 * C}
+    assert {pe: count(pe) - none for pe in table} == table
+
+
+def test_tables_are_shared_as_the_papers_have_it():
+    keys = [name for name in Encoder(EncoderConfig(pe="rel")).state_dict() if name.startswith("pe.")]
+    assert keys == ["pe.parts.rel.table.weight"], "one table for all heads and layers (P3)"
+    assert len([name for name in Encoder(EncoderConfig(pe="rel_k")).state_dict() if name.startswith("pe.")]) == 4
+
+
+def test_bias_is_computed_once_a_forward(monkeypatch):
+    calls = []
+    original = model_module.Tupe.bias
+    monkeypatch.setattr(model_module.Tupe, "bias", lambda self, pos: calls.append(1) or original(self, pos))
+    tiny("tupe_r", n_layer=4)(some_tokens())
+    assert len(calls) == 1
+
+
+def test_no_tensor_of_l_l_d(monkeypatch):
+    """rel must never build (L, L, D): no tensor of a forward has more elements than the (B, H, L, L) logits."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    sizes = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.untyped_storage().nbytes() // t.element_size() for t in (out if isinstance(out, (tuple, list)) else [out])
+                         if isinstance(t, torch.Tensor))
+            return out
+    encoder = tiny("rel", d_model=64)                   # D = 32, L = 40: L*L*D = 51,200; R = 130 columns: 2*2*40*130
+    with Watch():
+        encoder(some_tokens(1, 40))
+    assert max(sizes) < 40 * 40 * 32
+
+
+def test_theta_fills_row_and_column():
+    v = torch.zeros(1, 2, 4, 4)
+    out = model_module.reset_cls(v, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    assert out[0, 0].tolist() == [[1, 1, 1, 1], [3, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0]] and out[0, 1, 0, 0] == 2 and out[0, 1, 1, 0] == 4
+
+
+def test_t5_buckets():
+    r = torch.arange(-1000, 1001)
+    assert model_module.t5_bucket(r).tolist() == [naive_bucket(int(x)) for x in r]
+    b = {x: int(model_module.t5_bucket(torch.tensor(x))) for x in (0, -1, 1, -7, -8, -16, -32, -64, -128, -10_000, 128)}
+    assert b == {0: 0, -1: 1, 1: 17, -7: 7, -8: 8, -16: 10, -32: 12, -64: 14, -128: 15, -10_000: 15, 128: 31}
+
+
+def test_initial_weights():
+    torch.manual_seed(0)
+    encoder = Encoder(EncoderConfig(vocab_size=8192, pe="tupe_r"))
+    assert abs(encoder.tok.weight.std() - 0.02) < 1e-3 and abs(encoder.blocks[0].fc1.weight.std() - 0.02) < 1e-3
+    bound = math.sqrt(6 / 256)                          # Xavier-uniform of a 128 x 128 matrix
+    u = encoder.pe.parts["tupe_r"].positions.u_q.weight
+    assert u.abs().max() <= bound and abs(u.std() - bound / math.sqrt(3)) < 5e-3
+    assert all((m.bias == 0).all() for m in encoder.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None)
+
+
+@pytest.mark.parametrize("pe, says", [("foo", "choose from none, abs"), ("abs+sin", "both use the hook 'embed'"), ("abs+foo", "unknown"),
+                                      ("rope+tupe_a", "stands alone"), ("none+abs", "stands alone"), ("t5+alibi", "'bias'"),
+                                      ("abs+t5_untie_cls", "stands alone"), ("rope+bert_ad", "stands alone"), ("abs+abs", "both")])
+def test_illegal_schemes_are_refused_with_the_reason(pe, says):
+    with pytest.raises(ValueError, match=says.replace("+", r"\+")):
+        EncoderConfig(pe=pe)
+
+
+@pytest.mark.parametrize("change", [dict(n_head=3), dict(d_model=10, n_head=2, pe="rope"), dict(n_layer=0), dict(dropout=1.0), dict(max_len=0)])
+def test_impossible_shapes_are_refused(change):
+    with pytest.raises(ValueError):
+        EncoderConfig(**change)
+
+
+# ----- against implementations by others
+
+def test_t5_bias_equals_transformers():
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    from transformers import T5Config
+    attention = t5.T5Attention(T5Config(num_heads=2, d_model=16, d_kv=8, is_decoder=False), has_relative_attention_bias=True)
+    ours = tiny("t5").pe.parts["t5"].float()
+    with torch.no_grad():
+        ours.table.weight[:32] = attention.relative_attention_bias.weight
+    theirs = attention.compute_bias(40, 40)
+    torch.testing.assert_close(ours.bias(torch.arange(40)[None]), theirs)
+
+
+def copy_bert_layers(encoder, theirs, names):
+    """Copy our weights into a BERT-like model of transformers. names: (q, k, v, attention output) under each layer."""
+    with torch.no_grad():
+        for block, layer in zip(encoder.blocks, theirs.encoder.layer):
+            q, k, v, out, norm1 = [layer.get_submodule(name) for name in names]
+            pairs = [*zip((q, k, v), block.qkv.weight.chunk(3), block.qkv.bias.chunk(3)), (out, block.out.weight, block.out.bias),
+                     (norm1, block.norm1.weight, block.norm1.bias), (layer.intermediate.dense, block.fc1.weight, block.fc1.bias),
+                     (layer.output.dense, block.fc2.weight, block.fc2.bias), (layer.output.LayerNorm, block.norm2.weight, block.norm2.bias)]
+            for module, weight, bias in pairs:
+                module.weight.copy_(weight)
+                module.bias.copy_(bias)
+        theirs.embeddings.word_embeddings.weight.copy_(encoder.tok.weight[:VOCAB])
+        theirs.embeddings.LayerNorm.weight.copy_(encoder.norm.weight)
+        theirs.embeddings.LayerNorm.bias.copy_(encoder.norm.bias)
+
+
+BERT_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense", "attention.output.LayerNorm")
+
+
+@pytest.mark.parametrize("name, pad_id, offset, pe", [("Bert", 0, 0, "abs"), ("Roberta", 1, 2, "abs"), ("MPNet", 1, 2, "abs+t5")])
+def test_encoder_equals_transformers(name, pad_id, offset, pe):
+    """abs against BERT and RoBERTa, abs+t5 against MPNet: hidden states of copied weights, a pad included."""
+    transformers = pytest.importorskip("transformers")
+    encoder = tiny(pe).float()
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, hidden_act="gelu",
+        max_position_embeddings=12 + offset, layer_norm_eps=1e-5, pad_token_id=pad_id, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    theirs = getattr(transformers, f"{name}Model")(config, add_pooling_layer=False).eval()
+    with torch.no_grad():
+        if name == "MPNet":
+            copy_bert_layers(encoder, theirs, ("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o", "attention.LayerNorm"))
+            # MPNet takes query minus key with T5's function, so its two halves are the other way round.
+            theirs.encoder.relative_attention_bias.weight.copy_(encoder.pe.parts["t5"].table.weight[:32])
+        else:
+            copy_bert_layers(encoder, theirs, BERT_NAMES)
+            theirs.embeddings.token_type_embeddings.weight.zero_()
+        theirs.embeddings.position_embeddings.weight[offset:offset + 12].copy_(encoder.pe.parts["abs"].table.weight[:12])
+        tokens = some_tokens().clamp(min=2)
+        pad = torch.zeros(3, 7, dtype=torch.bool)
+        pad[1, 5:] = True
+        out = theirs(tokens, attention_mask=(~pad).long(), position_ids=torch.arange(7)[None] + offset).last_hidden_state
+        torch.testing.assert_close(encoder(tokens, pad=pad)[~pad], out[~pad], rtol=0, atol=1e-5)
+
+
+def test_rope_equals_roformer():
+    roformer = pytest.importorskip("transformers.models.roformer.modeling_roformer")
+    from transformers import RoFormerConfig
+    D, L = 8, 10
+    table = roformer.RoFormerSinusoidalPositionalEmbedding(L, D)
+    if hasattr(table, "create_weight"):
+        table.weight.data = table.create_weight()
+    elif hasattr(table, "_init_weight"):
+        table._init_weight()
+    q, k = torch.randn(2, 2, 3, L, D)
+    assert RoFormerConfig
+    theirs = roformer.RoFormerSelfAttention.apply_rotary_position_embeddings(table(torch.Size([3, L]))[None, None], q, k)
+    ours = tiny("rope").float().pe.parts["rope"].edit_qk(q, k, torch.arange(L)[None])
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 4, 6, 8, 12, 16])
+def test_alibi_slopes_equal_bloom(n_head):
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    theirs = bloom.build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)[:, 0, 1]     # slope * position 1
+    torch.testing.assert_close(torch.tensor(model_module.Alibi.published_slopes(n_head)), theirs)
+
+
+# =========================================================================================================
+# objectives.py
+
+def pretraining(objective="mlm", pe="abs", L=12, double=True, **change):
+    torch.manual_seed(1)
+    encoder = Encoder(EncoderConfig(vocab_size=VOCAB, n_layer=1, n_head=2, d_model=16, d_ff=32, max_len=L, dropout=0.0, attn_dropout=0.0, pe=pe))
+    model = Pretraining(encoder, ObjectiveConfig(objective, **change))
+    return model.double() if double else model
+
+
+def packed_rows(B=6, L=12, seed=0):
+    """Rows as data.py makes them: [CLS] .. [SEP], with a [SEP] inside some."""
+    tokens = some_tokens(B, L, seed)
+    tokens[:, -1] = VOCAB - 6
+    tokens[0, 5] = tokens[1, 3] = tokens[1, 7] = VOCAB - 6
+    return tokens
+
+
+def test_mlm_selects_80_10_10():
+    model = pretraining("mlm", L=130, mask_rate=0.3)
+    tokens = torch.randint(0, VOCAB - 8, (3000, 130), generator=torch.Generator().manual_seed(0))
+    tokens[:, 0], tokens[:, -1] = VOCAB - 8, VOCAB - 6
+    batch = model.corrupt(tokens, 0)
+    slots, shown = batch["mlm_slots"], batch["tokens"].gather(1, batch["mlm_slots"])
+    assert slots.shape == (3000, 38) and slots.numel() > 100_000
+    assert all(len(set(row)) == 38 for row in slots[:50].tolist()), "places are drawn without replacement"
+    masked, kept = (shown == VOCAB - 5).double().mean(), (shown == batch["mlm_target"]).double().mean()
+    assert abs(masked - 0.8) < 0.01 and abs(kept - (0.1 + 0.1 / 64)) < 0.01
+    random_tokens = shown[(shown != VOCAB - 5) & (shown != batch["mlm_target"])]
+    assert random_tokens.max() < VOCAB - 8 and len(random_tokens.unique()) == VOCAB - 8
+    changed = batch["tokens"] != tokens
+    assert not changed[:, [0, -1]].any() and (changed.sum() == (shown != batch["mlm_target"]).sum())
+    counts = torch.bincount(slots.flatten(), minlength=130)[1:-1].double()
+    assert (counts - counts.mean()).abs().max() < 5 * counts.mean().sqrt(), "every place is as likely"
+
+
+def test_no_special_is_selected_and_slots_beyond_have_weight_0():
+    for objective in ("mlm", "pplm"):
+        model = pretraining(objective, mask_rate=0.9, pos_rate=0.9)        # k = 9 of 10 inner places; row 1 has 8 eligible
+        tokens = packed_rows()
+        for seed in range(20):
+            batch = model.corrupt(tokens, seed)
+            special = tokens >= VOCAB - 8
+            assert (batch["tokens"][special] == tokens[special]).all()
+            if objective == "mlm":
+                assert batch["mlm_weight"].sum(1).tolist() == [9, 8, 9, 9, 9, 9]
+                assert not special.gather(1, batch["mlm_slots"])[batch["mlm_weight"] > 0].any()
+            else:
+                assert (batch["pos"] == torch.arange(12))[special].all()
+
+
+def test_mlm_loss_equals_loop():
+    model, tokens = pretraining("mlm", mask_rate=0.3), packed_rows()
+    batch = model.corrupt(tokens, 3)
+    hidden = model.encoder(batch["tokens"])
+    mlm, total, n = model.objectives["mlm"], 0.0, 0
+    for b in range(6):
+        for slot, w in zip(batch["mlm_slots"][b].tolist(), batch["mlm_weight"][b].tolist()):
+            if w == 0:
+                continue
+            x = mlm.norm(F.gelu(mlm.dense(hidden[b, slot])))
+            scores = torch.stack([x @ model.encoder.tok.weight[t] + mlm.bias[t] for t in range(VOCAB)])
+            total, n = total - scores.log_softmax(0)[tokens[b, slot]], n + 1
+    torch.testing.assert_close(model(batch)[0], total / n, check_dtype=False, rtol=0, atol=1e-5)
+    assert n == 18, "three places in each of six rows"
+
+
+def test_padded_ids_never_leave():
+    model = pretraining("mlm")
+    assert model.encoder.tok.weight.shape[0] == 128
+    assert model.objectives["mlm"].logits(model.encoder, torch.zeros(2, 16).double()).shape == (2, VOCAB)
+
+
+def test_pplm_permutes_inside_the_selected_set():
+    model, tokens = pretraining("pplm"), packed_rows(64)
+    batch = model.corrupt(tokens, 0)
+    pos, arange = batch["pos"], torch.arange(12)
+    assert (batch["tokens"] == tokens).all()
+    assert (pos.sort(1).values == arange).all(), "a permutation"
+    assert ((pos != arange).sum(1) <= 6).all(), "k = round(.6 * 10)"
+    chosen, valid = objectives.select(batch["eligible"], 0.6, stream("cpu", 0, "pplm"))
+    outside = torch.ones(64, 12, dtype=torch.bool).scatter(1, chosen, ~valid)
+    assert (pos == arange)[outside].all()
+
+
+def test_pplm_permutation_is_uniform():
+    """Chi-square over the 4! orders of 4 permuted places."""
+    stats = pytest.importorskip("scipy.stats")
+    model = pretraining("pplm", L=6, pos_rate=0.99)         # k = 4 of 4
+    tokens = some_tokens(6000, 6)
+    tokens[:, -1] = VOCAB - 6
+    orders = collections.Counter(map(tuple, model.corrupt(tokens, 0)["pos"][:, 1:-1].tolist()))
+    assert len(orders) == 24 and stats.chisquare(list(orders.values())).pvalue > 1e-3
+
+
+def test_pplm_selection_is_uniform():
+    model = pretraining("pplm", L=34)
+    tokens = some_tokens(4000, 34)
+    tokens[:, -1] = VOCAB - 6
+    moved = (model.corrupt(tokens, 0)["pos"] != torch.arange(34)).double().mean(0)[1:-1]
+    k = round(0.6 * 32)
+    assert (moved - k / 32 * (1 - 1 / k)).abs().max() < 0.035
+
+
+def pair_loop(model, tokens, batch, label_of):
+    """Mean cross-entropy over scored pairs, written from P0: scores of one more attention layer, psi, softmax."""
+    encoder, head = model.encoder, model.objectives["pplm"].head
+    B, L = tokens.shape
+    hidden = encoder(batch["tokens"], batch["pos"])
+    naive, total, n = Naive(encoder), 0.0, 0
+    q, k = ((f(hidden)).view(B, L, 2, 8) for f in (head.query, head.key))
+    for b in range(B):
+        for i in range(L):
+            for j in range(L):
+                if i == j or tokens[b, i] >= VOCAB - 8 or tokens[b, j] >= VOCAB - 8:
+                    continue
+                s = torch.stack([naive.logit(q[b, i, h], k[b, j, h], h, i, j, int(batch["pos"][b, i]), int(batch["pos"][b, j]), None)
+                                 for h in range(2)])
+                out = head.psi(s).log_softmax(0)
+                total, n = total - out[label_of(i, j)], n + 1
+    return total / n
+
+
+@pytest.mark.parametrize("pe", ["abs", "tupe_r", "t5", "bert_ad", "rope"])
+def test_pplm_loss_equals_loop(pe):
+    """All ordered pairs i != j of ordinary tokens, true offset j - i + L - 1, whatever the given positions."""
+    model, tokens = pretraining("pplm", pe, L=8), packed_rows(3, 8)
+    batch = model.corrupt(tokens, 1)
+    expected = pair_loop(model, tokens, batch, lambda i, j: j - i + 7)
+    torch.testing.assert_close(model(batch)[0], expected, check_dtype=False, rtol=0, atol=1e-5)
+
+
+def test_rel_k_gives_the_pair_head_its_own_table():
+    model = pretraining("pplm", "rel_k")
+    assert model.objectives["pplm"].head.table.weight.shape == (130, 8)
+    model(model.corrupt(packed_rows(), 0))[0].backward()
+    assert model.objectives["pplm"].head.table.weight.grad.abs().max() > 0
+    assert pretraining("pplm", "rel").objectives["pplm"].head.table is None
+
+
+def test_chunks_change_nothing(monkeypatch):
+    model, tokens = pretraining("pplm", "tupe_r"), packed_rows()
+    batch = model.corrupt(tokens, 0)
+    results = []
+    for budget in (1 << 30, 4 * 6 * 10 * 23 * 3, 1):         # all rows at once, three at a time, one at a time
+        monkeypatch.setattr(objectives, "PAIR_CHUNK_BYTES", budget)
+        model.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        results.append([loss.detach(), *[p.grad.clone() for p in model.parameters()]])
+    assert [model.objectives["pplm"].head.chunk_rows(6, 10)] == [1]
+    for other in results[1:]:
+        for a, b in zip(results[0], other):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)     # the loss itself is in float32
+
+
+def test_pplm_trains_every_parameter_but_theta_1():
+    model = pretraining("pplm", "tupe_r")
+    model(model.corrupt(packed_rows(), 0))[0].backward()
+    small = [name for name, p in model.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-9]
+    assert small == []
+    table = model.encoder.pe.parts["tupe_r"].positions.table.weight.grad
+    assert table[-1].abs().max() > 1e-9, "theta_2 learns"
+
+
+@pytest.mark.parametrize("L, rate", [(32, 0.6), (64, 0.6), (32, 0.3)])
+def test_baselines_equal_a_simulation(L, rate):
+    """Corrupt many rows, and fit each reader's best guess by counting."""
+    n = L - 2
+    k, rng, R = round(rate * n), np.random.default_rng(1), 6000
+    places = np.argsort(rng.random((R, n)), 1)[:, :k]
+    given_at = np.tile(np.arange(n), (R, 1))
+    shuffled = rng.permuted(places, axis=1)
+    np.put_along_axis(given_at, places, shuffled, 1)                    # given_at[token] = its given place
+    ours = objectives.pplm_baselines(L, rate)
+    r = (np.arange(n)[None, :] - np.arange(n)[:, None])
+    counts = np.bincount((r + n).ravel()[r.ravel() != 0]).astype(float)
+    p = counts[counts > 0] / counts.sum()
+    assert abs(ours["prior"] + (p * np.log(p)).sum()) < 1e-9 and ours["uniform"] == math.log(2 * L - 1)
+
+    # copy: the loss of predicting from the joint counts of (given a, given b, offset), trained on one half,
+    # scored by exact symmetry: the table below depends on (a, b) only, so counts over many rows estimate it.
+    a_b_r = np.zeros((n, n, 2 * n))
+    for row in given_at:
+        a_b_r[row[:, None], row[None, :], r + n] += 1
+    a_b_r[np.arange(n), np.arange(n)] = 0
+    a_b_r[:, :, n] = 0
+    q = a_b_r / a_b_r.sum(-1, keepdims=True).clip(1)
+    plug_in = -(q * np.log(np.where(q > 0, q, 1))).sum(-1)[~np.eye(n, dtype=bool)]
+    bias = ((q > 0).sum(-1)[~np.eye(n, dtype=bool)] - 1) / (2 * R)     # Miller-Madow: counting underestimates entropy
+    assert abs(ours["copy"] - (plug_in + bias).mean()) < 0.02
+
+    # selected and moved: per row, by enumerating what is still possible for each pair.
+    for key, sets in (("selected", [set(p) for p in places[:60]]),
+                      ("moved", [set(np.flatnonzero(row != np.arange(n))) for row in given_at[:60]])):
+        total = 0.0
+        for row, inside in zip(given_at[:60], sets):
+            where = np.array(sorted(inside))
+            m = len(where)
+            for i, j in rng.permutation(n * n)[:150].reshape(-1, 1) // np.array([n, 1]) % n:
+                if i == j:
+                    continue
+                free_i = where if i in inside else np.array([i])
+                free_j = where if j in inside else np.array([j])
+                if key == "moved":
+                    free_i, free_j = (f[f != row[x]] if len(f) > 1 else f for f, x in ((free_i, i), (free_j, j)))
+                d = (free_j[None, :] - free_i[:, None])[free_j[None, :] != free_i[:, None]]
+                share = np.bincount(d - d.min()) / len(d)
+                share = share[share > 0]
+                total -= (share * np.log(share)).sum() / (60 * 150 * (1 - 1 / n))
+            assert m > 1
+        assert abs(ours[key] - total) < 0.06, key
+
+
+def test_baselines_of_the_design():
+    """Figures found independently for rate .6."""
+    for L, copy_, selected, moved in ((32, 3.553, 2.788, 2.607), (64, 4.198, 3.387, 3.290), (128, 4.841, 4.017, 3.963)):
+        ours = objectives.pplm_baselines(L, 0.6)
+        assert abs(ours["copy"] - copy_) < 0.005 and abs(ours["selected"] - selected) < 0.005 and abs(ours["moved"] - moved) < 0.01
+
+
+def test_a_sum_is_the_sum_of_its_parts():
+    model, tokens = pretraining("mlm+pplm", "tupe_r"), packed_rows()
+    batch = model.corrupt(tokens, 5)
+    total, scalars = model(batch)
+    torch.testing.assert_close(total, scalars["mlm"] + scalars["pplm"])
+    hidden = model.encoder(batch["tokens"], batch["pos"])
+    for name in ("mlm", "pplm"):
+        alone, _ = model.objectives[name].loss(model.encoder, hidden, batch)
+        torch.testing.assert_close(alone, scalars[name])
+    assert (batch["tokens"] != tokens).any() and (batch["pos"] != torch.arange(12)).any()
+
+
+def test_parts_draw_from_their_own_streams():
+    both, alone = pretraining("pplm+mlm"), pretraining("mlm")
+    assert both.names == ["mlm", "pplm"], "the order of corruption does not depend on the spelling"
+    tokens = packed_rows()
+    assert (both.corrupt(tokens, 1, 2)["tokens"] == alone.corrupt(tokens, 1, 2)["tokens"]).all()
+
+
+@pytest.mark.parametrize("objective", ["mlm", "pplm"])
+def test_corruption_is_a_pure_function(objective):
+    model, tokens = pretraining(objective), packed_rows()
+    clean = tokens.clone()
+    key = "tokens" if objective == "mlm" else "pos"
+    one = model.corrupt(tokens, 7, 100, 0)
+    torch.manual_seed(99)
+    two = model.corrupt(tokens, 7, 100, 0)
+    assert all((one[name] == two[name]).all() for name in one) and (tokens == clean).all()
+    assert all((model.corrupt(tokens, *other)[key] != one[key]).any() for other in ((8, 100, 0), (7, 101, 0), (7, 100, 1)))
+
+
+def test_scheme_weights_of_the_pair_head_start_xavier():
+    torch.manual_seed(0)
+    head = Pretraining(Encoder(EncoderConfig(vocab_size=VOCAB)), ObjectiveConfig("pplm")).objectives["pplm"].head
+    assert abs(head.query.weight.std() - math.sqrt(2 / 256)) < 5e-3
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(objective="foo"), "choose from mlm"), (dict(objective="pplm+pplm"), "at most one position"), (dict(objective="mlm+mlm"), "at most one token"),
+    (dict(mask_rate=0.0), "between 0 and 1"), (dict(mask_rate=1.0), "between 0 and 1"), (dict(pos_rate=1.5), "between 0 and 1"),
+    (dict(pos_rate=float("nan")), "between 0 and 1")])
+def test_bad_objectives_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        ObjectiveConfig(**change)
+
+
+def test_rows_too_short_are_refused():
+    with pytest.raises(ValueError, match="fewer than 2"):
+        pretraining("pplm", L=4, pos_rate=0.5)
+    with pytest.raises(ValueError, match="selects none"):
+        pretraining("mlm", L=4)
+
+
+# =========================================================================================================
+# train.py
+
+TINY = ["--n_layer", "1", "--n_head", "2", "--d_model", "16", "--d_ff", "32", "--block_size", "16", "--batch_size", "4", "--warmup", "2",
+        "--device", "cpu", "--log_every", "3"]
+
+
+def run_train(corpus_file, cache, out, *flags):
+    train.main(["--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache, "--out_dir", str(out), *TINY, *flags])
+
+
+def weights(folder, name="ckpt.pt"):
+    return torch.load(Path(folder) / name, weights_only=True)
+
+
+def test_presets_are_whole_and_legal():
+    for name, preset in train.PRESETS.items():
+        args = train.parse_args(["--preset", name])
+        assert all(getattr(args, key) == value for key, value in preset.items())
+        assert None not in [getattr(args, key) for key in ("dataset", "tokenizer", "lr", "beta1", "mask_rate", "n_head")]
+        EncoderConfig(n_layer=args.n_layer, n_head=args.n_head, d_model=args.d_model, d_ff=args.d_ff, max_len=args.block_size)
+    assert train.parse_args([]).preset == "demo" and train.parse_args(["--lr", "1"]).lr == 1
+
+
+def test_default_encoder_is_the_demo():
+    demo, cfg = train.PRESETS["demo"], EncoderConfig()
+    assert (cfg.n_layer, cfg.n_head, cfg.d_model, cfg.d_ff, cfg.max_len) == tuple(
+        demo[k] for k in ("n_layer", "n_head", "d_model", "d_ff", "block_size"))
+
+
+def test_schedule():
+    args = train.parse_args(["--steps", "10", "--warmup", "4", "--lr", "1"])
+    updater = train.Updater(pretraining(double=False), args, torch.float32)
+    rates = []
+    for step in range(10):
+        updater.done.fill_(step)
+        rates.append(round(float(updater.lr()), 4))
+    assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 0.8333, 0.6667, 0.5, 0.3333, 0.1667]
+
+
+def test_weight_decay_spares_vectors():
+    groups = train.make_optimizer(pretraining(double=False), train.parse_args([])).param_groups
+    assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() < 2 for p in groups[1]["params"])
+    assert groups[0]["weight_decay"] == 0.01 and groups[1]["weight_decay"] == 0
+
+
+def test_a_bad_gradient_skips_the_update(capsys):
+    model = pretraining(double=False)
+    updater = train.Updater(model, train.parse_args(["--steps", "10"]), torch.float32)
+    batch = model.corrupt(packed_rows(), 0)
+    before = copy.deepcopy(model.state_dict())
+    model(batch)[0].backward()
+    next(model.parameters()).grad[0, 0] = float("nan")
+    updater.step()
+    assert all((before[k] == v).all() for k, v in model.state_dict().items()) and updater.done == 0
+    with pytest.raises(SystemExit) as stopped:
+        updater.check(1, [1.0])
+    assert stopped.value.code == 1 and "not finite near step 1" in capsys.readouterr().err
+    model(batch)[0].backward()
+    updater.step()
+    assert any((before[k] != v).any() for k, v in model.state_dict().items()) and updater.done == 1
+
+
+def test_clipping_is_of_the_global_norm():
+    model = pretraining(double=False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    seen = []
+    updater = train.Updater(model, train.parse_args([]), torch.float32)
+    updater.optimizer.step = lambda: seen.append(torch.stack([p.grad.norm() for p in model.parameters()]).norm())
+    updater.step()
+    assert abs(seen[0] - 1) < 1e-4
+
+
+@pytest.mark.parametrize("objective", ["mlm", "pplm", "mlm+pplm"])
+def test_accumulation_equals_one_large_batch(objective, corpus):
+    """Gradients of two micro-batches, averaged, against the mean of both losses."""
+    model = pretraining(objective, "tupe_r")
+    model.double()
+    rows = packed_rows(8)
+    batches = [model.corrupt(rows[:4], 0, 0), model.corrupt(rows[4:], 0, 1)]
+    for batch in batches:
+        (model(batch)[0] / 2).backward()
+    accumulated = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    ((model(batches[0])[0] + model(batches[1])[0]) / 2).backward()
+    for a, p in zip(accumulated, model.parameters()):
+        torch.testing.assert_close(a, p.grad, rtol=0, atol=1e-9)
+
+
+def test_run_learns_logs_and_saves(corpus_file, cache, tmp_path, capsys):
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "60", "--lr", "0.01", "--eval_every", "30", "--keep_every", "20")
+    lines = [json.loads(line) for line in open(tmp_path / "run" / "log.jsonl")]
+    assert lines[0]["baselines"].keys() == {"uniform", "unigram"} and lines[0]["config"]["d_model"] == 16
+    assert {"step", "loss", "lr", "ms_per_step", "tokens_per_s"} <= lines[1].keys()
+    evaluated = [line for line in lines[1:] if "val_loss" in line]
+    assert [line["step"] for line in evaluated] == [30, 60]
+    assert evaluated[-1]["val_loss"] < lines[1]["loss"] - 1
+    names = {f.name for f in (tmp_path / "run").iterdir()}
+    assert names == {"ckpt.pt", "ckpt_prev.pt", "ckpt_20.pt", "ckpt_40.pt", "ckpt_60.pt", "config.json", "tokenizer.json", "log.jsonl"}
+    out = capsys.readouterr().out
+    assert "baselines (nats): uniform" in out and "--preset paper" in out.splitlines()[-1]
+    encoder = load(tmp_path / "run")
+    assert not encoder.training and encoder.tokenizer.decode(encoder.tokenizer.encode_ordinary("the fox")) == "the fox"
+    assert not any(key.startswith("_orig_mod") for key in weights(tmp_path / "run")["model"])
+
+
+@pytest.mark.parametrize("pe, objective", [("abs", "mlm"), ("tupe_r", "pplm")])
+def test_resume_is_bit_exact(corpus_file, cache, tmp_path, pe, objective):
+    flags = ["--pe", pe, "--objective", objective, "--steps", "12", "--eval_every", "6", "--grad_accum", "2", "--keep_every", "6"]
+    run_train(corpus_file, cache, tmp_path / "whole", *flags)
+    (tmp_path / "cut").mkdir()
+    os.link(tmp_path / "whole" / "ckpt_6.pt", tmp_path / "cut" / "ckpt.pt")
+    run_train(corpus_file, cache, tmp_path / "cut", *flags, "--resume")
+    a, b = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert a["step"] == b["step"] == 12
+    assert all((a["model"][key] == b["model"][key]).all() for key in a["model"])
+
+
+def test_resume_refuses_another_run(corpus_file, cache, tmp_path, capsys):
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "3")
+    for flags, says in ((["--steps", "3"], "--resume"), (["--steps", "4", "--resume"], "--steps was 3, is 4"),
+                        (["--steps", "3", "--resume", "--pe", "t5"], "--pe was abs, is t5")):
+        with pytest.raises(SystemExit) as stopped:
+            run_train(corpus_file, cache, tmp_path / "run", *flags)
+        assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_sigterm_saves_and_resume_goes_on(corpus_file, cache, tmp_path):
+    command = [sys.executable, HERE / "train.py", "--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache,
+               "--out_dir", tmp_path / "run", *TINY, "--steps", "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "--resume" in out
+    assert weights(tmp_path / "run")["step"] > 0
+
+
+def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
+    """torchrun with two gloo processes: the weights of one process with twice the accumulation, within 1e-6."""
+    common = ["--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache, *TINY, "--steps", "3", "--dropout", "0", "--dtype", "float32",
+              "--objective", "mlm+pplm", "--pe", "tupe_r"]
+    data.prepare(corpus_file, "bpe", cache)
+    train.main([*common, "--grad_accum", "2", "--out_dir", str(tmp_path / "one")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", HERE / "train.py", *common,
+                    "--out_dir", tmp_path / "two"], check=True, env=environment, capture_output=True, timeout=120)
+    a, b = weights(tmp_path / "one")["model"], weights(tmp_path / "two")["model"]
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--pe", "foo"], "tupe_r"), (["--objective", "foo"], "pplm"), (["--preset", "foo"], "demo"), (["--lr", "-1"], "--lr"),
+    (["--lr", "nan"], "--lr"), (["--steps", "0"], "--steps"), (["--block_size", "3"], "--block_size"), (["--mask_rate", "1.5"], "mask_rate"),
+    (["--d_model", "10", "--n_head", "3"], "n_head"), (["--dataset", "no/such/*.jsonl"], "no file matches"),
+    (["--block_size", "4000"], "too few for one row"), (["--device", "cpu", "--dtype", "float16"], "float16"), (["--dropout", "2"], "dropout")])
+def test_mistakes_are_one_line_and_exit_2(corpus_file, cache, tmp_path, capsys, flags, says):
+    with pytest.raises(SystemExit) as stopped:
+        run_train(corpus_file, cache, tmp_path / "run", *flags)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in error and "Traceback" not in error
+    assert not (tmp_path / "run").exists(), "nothing half-written"
+
+
+def test_bad_checkpoints_are_one_line(corpus_file, cache, tmp_path):
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "3")
+    good = (tmp_path / "run" / "ckpt.pt").read_bytes()
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="does not fit this model"):
+        load(tmp_path / "run", d_ff=64)
+    with pytest.raises(ValueError, match="missing pe.parts.t5"):
+        load(tmp_path / "run", pe="t5")
+    for content in (good[:len(good) // 2], b"", b"not a checkpoint"):
+        (tmp_path / "run" / "ckpt.pt").write_bytes(content)
+        with pytest.raises(ValueError, match="not a readable checkpoint"):
+            load(tmp_path / "run")
+    torch.save({"some": "thing"}, tmp_path / "run" / "ckpt.pt")
+    with pytest.raises(ValueError, match="not a checkpoint of this project"):
+        load(tmp_path / "run")
+
+
+def test_compiled_training_agrees_with_eager(corpus_file, cache, tmp_path):
+    if not train.can_compile(torch.device("cpu")):
+        pytest.skip("no C++ compiler")
+    flags = ["--steps", "2", "--dropout", "0", "--dtype", "float32", "--pe", "tupe_r", "--objective", "pplm"]
+    run_train(corpus_file, cache, tmp_path / "eager", *flags)
+    torch._dynamo.reset()
+    run_train(corpus_file, cache, tmp_path / "compiled", *flags, "--compile")
+    a, b = weights(tmp_path / "eager")["model"], weights(tmp_path / "compiled")["model"]
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-3)
+
+
+# =========================================================================================================
+# finetune.py
+
+def test_metrics_equal_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        y, p = rng.integers(0, 2, 20), rng.integers(0, 2, 20)
+        found = finetune.METRICS["cola"](y, p)
+        assert abs(found["matthews"] - metrics.matthews_corrcoef(y, p)) < 1e-9
+        assert found["accuracy"] == metrics.accuracy_score(y, p)
+    assert finetune.METRICS["cola"]([0, 1, 1], [1, 1, 1])["matthews"] == 0
+    assert finetune.METRICS["cola"]([1, 1], [1, 1]) == {"matthews": 0.0, "accuracy": 1.0}
+
+
+LINE = st.text(st.characters(blacklist_characters="\t\r\n", blacklist_categories=("Cs",)), min_size=1, max_size=30)
+
+
+@given(rows=st.lists(st.tuples(st.sampled_from("01"), LINE), min_size=1, max_size=5), bom=st.booleans(), crlf=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_cola_reader(tmp_path_factory, rows, bom, crlf):
+    folder = tmp_path_factory.mktemp("glue")
+    (folder / "CoLA").mkdir()
+    end = "\r\n" if crlf else "\n"
+    text = "".join(f"gj04\t{label}\t\t{sentence}{end}" for label, sentence in rows)
+    (folder / "CoLA" / "dev.tsv").write_bytes(("\ufeff" * bom + text).encode())
+    assert finetune.official_rows(finetune.TASKS["cola"], folder, "dev.tsv") == [((s,), int(label)) for label, s in rows]
+
+
+def test_mnli_reader_and_its_errors(tmp_path):
+    (tmp_path / "MNLI").mkdir()
+    file = tmp_path / "MNLI" / "train.tsv"
+    file.write_text('index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tA "b\tC\tneutral\tcontradiction\n')
+    assert finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv") == [(('A "b', "C"), 2)]
+    file.write_text("index\tsentence1\tgold_label\n0\ta\tneutral\n")
+    with pytest.raises(ValueError, match="no column sentence2"):
+        finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
+    file.write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\na\tb\n")
+    with pytest.raises(ValueError, match="line 3: 2 columns"):
+        finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
+    file.write_text("sentence1\tsentence2\tgold_label\na\tb\t-\n")
+    with pytest.raises(ValueError, match="'-' is not one of entailment"):
+        finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
+
+
+def test_encode_cuts_the_longest_first(corpus):
+    tokenizer, cfg = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer)), EncoderConfig(vocab_size=8192)
+    ids = finetune.encode(("the fox " * 30, "a dog"), tokenizer, cfg, 20)
+    short = tokenizer.encode_ordinary("a dog")
+    assert len(ids) == 20 and ids[0] == cfg.cls_id and ids[-1] == cfg.sep_id and ids[-1 - len(short):-1] == short
+    assert ids.count(cfg.sep_id) == 2
+    assert finetune.encode(("the fox",), tokenizer, cfg, 20) == [cfg.cls_id, *tokenizer.encode_ordinary("the fox"), cfg.sep_id]
+    assert cfg.mask_id in finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
+
+
+def test_batches_take_every_row_once_and_near_lengths():
+    rows = [([0] * n, 0) for n in np.random.default_rng(0).integers(1, 100, 500)]
+    for rng in (None, np.random.default_rng(1)):
+        groups = list(finetune.batches(rows, 32, rng))
+        assert sorted(i for g in groups for i in g) == list(range(500))
+        padding = sum(max(len(rows[i][0]) for i in g) * len(g) - sum(len(rows[i][0]) for i in g) for g in groups)
+        assert padding < 0.15 * sum(len(ids) for ids, _ in rows)
+
+
+def test_layer_wise_decay():
+    groups = finetune.layer_groups(finetune.Classifier(tiny("tupe_r"), 2), 1.0)
+    assert [round(g["peak"], 3) for g in groups] == [1.0, 0.64, 0.8, 0.512]
+    lowest = {id(p) for p in groups[-1]["params"]}
+    model = finetune.Classifier(tiny("tupe_r"), 2)
+    assert len(lowest) == sum(1 for name, _ in model.encoder.named_parameters() if not name.startswith("blocks."))
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
+def test_finetune_end_to_end(corpus_file, cache, tmp_path, monkeypatch, capsys):
+    """A task that a word decides: learned from the newest run, worse than chance is impossible to miss."""
+    monkeypatch.chdir(tmp_path)
+    run_train(corpus_file, cache, tmp_path / "out" / "run", "--steps", "3")
+    (tmp_path / "glue" / "CoLA").mkdir(parents=True)
+    rng = random.Random(0)
+    for split, n in (("train", 200), ("dev", 60)):
+        rows = [(label, " ".join(rng.choices(WORDS, k=5) + [("owls", "fox")[label]])) for label in rng.choices((0, 1), (1, 2), k=n)]
+        (tmp_path / "glue" / "CoLA" / f"{split}.tsv").write_text("".join(f"x\t{label}\t\t{text}\n" for label, text in rows))
+    finetune.main(["--task", "cola", "--data_dir", "glue", "--seeds", "2", "--lr", "0.01", "--epochs", "8"])
+    results = [json.loads(line) for line in open("out/run/results.jsonl")]
+    assert {"task", "seed", "lr", "metrics", "majority", "ckpt", "seconds"} <= results[0].keys() and len(results) == 2
+    assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] for r in results)
+    assert "median" in capsys.readouterr().out
+
+
+def test_finetune_mistakes(tmp_path, monkeypatch, capsys, corpus_file, cache):
+    monkeypatch.chdir(tmp_path)
+    run_train(corpus_file, cache, tmp_path / "out" / "run", "--steps", "3")
+    for flags, says in ((["--task", "foo"], "docs"), (["--task", "cola", "--data_dir", "nowhere"], "nowhere"),
+                        (["--task", "docs", "--ckpt", "nowhere"], "no checkpoint at"), (["--task", "cola", "--lr", "0"], "--lr")):
+        with pytest.raises(SystemExit) as stopped:
+            finetune.main(flags)
+        assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+# =========================================================================================================
+# probe.py
+
+def test_pairs_right():
+    assert probe.pairs_right(torch.arange(6)) == 1 and probe.pairs_right(torch.arange(6).flip(0)) == 0
+    assert abs(probe.pairs_right(torch.tensor([1, 0, 2])) - 2 / 3) < 1e-6
+
+
+def test_put_in_order_with_a_perfect_model(corpus_file, cache, tmp_path, monkeypatch):
+    """A model that knows every offset puts the sentence back; one that copies leaves it as it was given."""
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "3", "--objective", "pplm")
+    model = objectives.load_pretraining(tmp_path / "run")
+    text, pplm = "the quick brown fox jumps over a lazy dog", model.objectives["pplm"]
+
+    def sure_of(true):
+        def logits(encoder, hidden, pos):
+            places = torch.arange(hidden.size(1)) if true else pos[0]
+            r = (places[None, :] - places[:, None])[1:-1, 1:-1] + pplm.L - 1
+            return 50.0 * F.one_hot(r, 2 * pplm.L - 1)[None].float()
+        return logits
+    for true, expected in ((True, 1.0), (False, None)):
+        monkeypatch.setattr(pplm, "pair_logits", sure_of(true), raising=False)
+        (given_words, found, original), (before, after) = probe.put_in_order(model, text)
+        assert "".join(original) == text and sorted(found) == sorted(original) and before < 1
+        assert after == (expected or before)
+        assert found == (original if true else given_words)
+
+
+def test_probe_text(corpus_file, cache, tmp_path, capsys):
+    for objective, text, says in (("mlm", "the [MASK] fox [MASK]", "[MASK]: "), ("pplm", "the quick brown fox", "pairs in the right order"),
+                                  ("mlm+pplm", "the quick brown fox", "given:")):
+        run_train(corpus_file, cache, tmp_path / objective, "--steps", "3", "--objective", objective)
+        probe.main(["--ckpt", str(tmp_path / objective), "--text", text])
+        assert says in capsys.readouterr().out
+    for ckpt, text, says in (("mlm", "no mask here", "write [MASK]"), ("pplm", "a [MASK] b", "[MASK] is for"), ("pplm", "fox " * 40, "tokens"),
+                             ("nowhere", "x y", "no checkpoint")):
+        with pytest.raises(SystemExit) as stopped:
+            probe.main(["--ckpt", str(tmp_path / ckpt), "--text", text])
+        assert stopped.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "150", "--lr", "0.02")
+    model = objectives.load_pretraining(tmp_path / "run")
+    (best, *_), = probe.fill_masks(model, "the quick brown [MASK] jumps over")
+    assert best[0].strip() in WORDS
+
+
+if __name__ == "__main__":
+    start = time.time()
+    code = pytest.main([__file__, *sys.argv[1:]])
+    print(f"{time.time() - start:.0f} s")
+    sys.exit(code)

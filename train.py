@@ -1,0 +1,553 @@
+"""Pre-train a text encoder: any positional scheme (--pe) with any objective (--objective).
+
+    python train.py                                          # abs, mlm, preset demo: a CPU, minutes, no download
+    python train.py --pe tupe_r --objective pplm             # TUPE-R, relative position prediction
+    python train.py --pe tupe_r --objective pplm --preset paper            # P0's size, on one GPU
+    torchrun --nproc_per_node 4 train.py --preset base --pe tupe_r         # several GPUs
+
+A run lives in out/<dataset>-<preset>-<pe>-<objective>-s<seed>/. Killed or stopped, it goes on with --resume.
+Any flag overrides its preset.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from data import Batches, add_data_flags, encoding_arguments, one_line_errors, prepare, write_json
+from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint
+from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, parse_objective, stream
+
+# Rows of the table in the README. Dropout is .1 everywhere. Sources: demo and lab ours; paper P0 app. A (warm-up,
+# betas and decay are ours); small P2; medium P3 (it gives epochs, the steps are ours); base P1.
+DOCS, WEB = dict(dataset="docs", tokenizer="bpe"), dict(dataset="wikibooks", tokenizer="gpt2")
+FAST, BERT = dict(beta1=.9, beta2=.98, eps=1e-6), dict(beta1=.9, beta2=.999, eps=1e-6)
+PRESETS = {
+    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32, grad_accum=1, lr=3e-3,
+                 warmup=100, steps=1500, mask_rate=.15, **FAST, **DOCS),
+    "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64, grad_accum=1, lr=1e-3,
+                warmup=300, steps=3000, mask_rate=.15, **FAST, **DOCS),
+    "paper": dict(n_layer=12, d_model=256, n_head=16, d_ff=1024, block_size=128, batch_size=64, grad_accum=1, lr=5e-4,
+                  warmup=1000, steps=40_000, mask_rate=.30, **FAST, **WEB),
+    "small": dict(n_layer=4, d_model=512, n_head=8, d_ff=2048, block_size=256, batch_size=64, grad_accum=20, lr=1e-4,
+                  warmup=2500, steps=250_000, mask_rate=.15, **{**BERT, "eps": 1e-8}, **WEB),
+    "medium": dict(n_layer=8, d_model=512, n_head=8, d_ff=2048, block_size=128, batch_size=128, grad_accum=1, lr=5e-5,
+                   warmup=10_000, steps=250_000, mask_rate=.15, **BERT, **WEB),
+    "base": dict(n_layer=12, d_model=768, n_head=12, d_ff=3072, block_size=512, batch_size=32, grad_accum=8, lr=1e-4,
+                 warmup=10_000, steps=1_000_000, mask_rate=.15, **BERT, **WEB),
+}
+EVAL_ROWS, EVAL_BATCH = 512, 32         # validation: fixed rows, fixed corruption, the same for every run
+# Flags that do not alter what a run computes: they may change when it is resumed.
+FREE_FLAGS = {"resume", "out_dir", "cache", "device", "dtype", "compile", "log_every", "eval_every", "keep_every"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Flags
+
+def parse_args(argv=None):
+    """Flags over preset over defaults -> namespace with every value set. Exits with 2 on a mistake."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    of, enc = ObjectiveConfig, EncoderConfig
+    group = parser.add_argument_group("what is trained")
+    group.add_argument("--pe", default=enc.pe, help=f"positional scheme (default: %(default)s): {', '.join(PE_NAMES)}; "
+                       "or a sum such as rope+t5")
+    group.add_argument("--objective", default=of.objective, help=f"one of {', '.join(OBJECTIVES)}, or a sum such as mlm+pplm "
+                       "(default: %(default)s)")
+    group.add_argument("--preset", choices=PRESETS, default="demo", help="sizes and schedule (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=1337, help="of weights, data order, corruption and dropout (default: %(default)s)")
+
+    add_data_flags(parser.add_argument_group("data (dataset and tokenizer: from the preset)"))
+
+    group = parser.add_argument_group("sizes (from the preset)")
+    group.add_argument("--block_size", type=int, help="tokens a row, [CLS] and [SEP] included; also max_len")
+    group.add_argument("--n_layer", type=int, help="layers")
+    group.add_argument("--n_head", type=int, help="attention heads")
+    group.add_argument("--d_model", type=int, help="width C")
+    group.add_argument("--d_ff", type=int, help="width of the feed-forward layer")
+    group.add_argument("--dropout", type=float, default=enc.dropout, help="everywhere, attention included (default: %(default)s)")
+
+    group = parser.add_argument_group("objectives")
+    group.add_argument("--mask_rate", type=float, help="mlm: share of tokens selected (from the preset)")
+    group.add_argument("--pos_rate", type=float, default=of.pos_rate, help="pplm: share of positions permuted (default: %(default)s)")
+
+    group = parser.add_argument_group("optimisation (from the preset)")
+    group.add_argument("--steps", type=int, help="updates in all; part of a run, for the decay depends on it")
+    group.add_argument("--batch_size", type=int, help="rows a micro-batch and process")
+    group.add_argument("--grad_accum", type=int, help="micro-batches an update")
+    group.add_argument("--lr", type=float, help="peak learning rate, linear warm-up and linear decay to 0")
+    group.add_argument("--warmup", type=int, help="steps of warm-up")
+    group.add_argument("--weight_decay", type=float, default=0.01, help="on matrices only (default: %(default)s)")
+    group.add_argument("--beta1", type=float)
+    group.add_argument("--beta2", type=float)
+    group.add_argument("--eps", type=float, help="Adam's epsilon")
+
+    group = parser.add_argument_group("running")
+    group.add_argument("--out_dir", help="folder of the run (default: out/<dataset>-<preset>-<pe>-<objective>-s<seed>)")
+    group.add_argument("--resume", action="store_true", help="go on from the run folder's checkpoint, if it has one")
+    group.add_argument("--eval_every", type=int, default=250, help="steps between validations, which also save (default: %(default)s)")
+    group.add_argument("--keep_every", type=int, default=0, help="also keep ckpt_<step>.pt every so many steps")
+    group.add_argument("--log_every", type=int, default=50, help="steps between log lines (default: %(default)s)")
+    group.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: cuda, else mps, else cpu")
+    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of matrix products (default: what the device does best)")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
+    args = parser.parse_args(argv)
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    with one_line_errors():
+        check_args(args)
+    return args
+
+
+def check_args(args):
+    """Ranges that no other part of the program looks after. Raises ValueError."""
+    for name in ("steps", "batch_size", "grad_accum", "eval_every", "log_every"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    for name in ("lr", "eps"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be a positive number")
+    for name in ("warmup", "weight_decay", "keep_every", "seed"):
+        if not 0 <= getattr(args, name) < math.inf:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it cannot be negative")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be in [0, 1)")
+    if args.block_size < 4:
+        raise ValueError(f"--block_size is {args.block_size}; a row needs at least 4: [CLS], two tokens and [SEP]")
+    args.pe, args.objective = args.pe.lower(), "+".join(parse_objective(args.objective.lower()))
+
+
+def default_out_dir(args):
+    dataset = Path(args.dataset).parent.name or Path(args.dataset).stem if re.search(r"[*?.]", args.dataset) else args.dataset
+    name = f"{re.sub(r'[^A-Za-z0-9]+', '-', dataset).strip('-') or 'files'}-{args.preset}-{args.pe}-{args.objective}-s{args.seed}"
+    return str(Path("out") / name)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The machine
+
+def pick_device(name):
+    """-> torch.device of this process. Raises ValueError if it is not there, or this torch has no code for it."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = name or next(kind for kind in there if there[kind])
+    if not there[name]:
+        raise ValueError(f"--device {name}: no such device here; there is {', '.join(k for k in there if there[k])}")
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    major, minor = torch.cuda.get_device_capability()
+    built = [tuple(int(x) for x in re.fullmatch(r"(?:sm|compute)_(\d+)(\d)a?", arch).groups())
+             for arch in torch.cuda.get_arch_list() if re.fullmatch(r"(?:sm|compute)_(\d+)(\d)a?", arch)]
+    if built and not any(a == major and b <= minor for a, b in built) and max(built) < (major, minor) or built and min(built) > (major, minor):
+        raise ValueError(f"this torch ({torch.__version__}) has no kernels for {torch.cuda.get_device_name()} "
+                         f"(sm_{major}{minor}); for a V100: pip install 'torch<2.14' --index-url https://download.pytorch.org/whl/cu126")
+    return device
+
+
+def pick_dtype(device, name):
+    """-> dtype of matrix products under autocast, and why. float32 means no autocast."""
+    if name:
+        if name == "float16" and device.type != "cuda":
+            raise ValueError("--dtype float16 needs a GPU; bfloat16 and float32 work here")
+        return getattr(torch, name), "asked for"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability() >= (8, 0):
+            return torch.bfloat16, "native from sm_80 on"
+        return torch.float16, "no native bf16 before sm_80; with a gradient scaler"
+    if device.type == "cpu" and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
+        return torch.bfloat16, "this CPU has bf16 units"
+    return torch.float32, "no fast 16-bit arithmetic here"
+
+
+def autocast(device, dtype):
+    return torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+
+def can_compile(device):
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+        return has_triton() and shutil.which(os.environ.get("CC", "gcc")) is not None
+    return any(shutil.which(c) for c in (os.environ.get("CXX"), "g++", "clang++", "cl") if c)
+
+
+def keep_memory():
+    """On Linux, let malloc keep large blocks: a step's tensors are as large as the last one's.
+
+    Without it each is mapped and faulted in anew: 256 ms a step of the demo's pplm instead of 163 (2-core Xeon).
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):        # glibc
+            libc.mallopt(-3, 1 << 30)       # M_MMAP_THRESHOLD
+            libc.mallopt(-1, (1 << 31) - 1)     # M_TRIM_THRESHOLD
+
+
+def peak_flops(device):
+    """Dense 16-bit matrix operations a second by the vendor's sheet; None where unknown, so that MFU is absent, not wrong."""
+    table = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12, "V100": 125e12,
+             "A10": 125e12, "L4": 121e12, "T4": 65e12}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for key, flops in table.items() if re.search(rf"\b{key}\b", name.replace("-", " "))), None)
+
+
+def peak_memory_mb(device):
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 20
+    kilo = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kilo / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
+
+
+class Signals:
+    """SIGTERM and SIGINT ask for a stop after the step; a second one leaves at once."""
+    def __init__(self):
+        self.received = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self)
+
+    def __call__(self, number, frame):
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Optimisation
+
+def make_optimizer(model, args):
+    """AdamW; weight decay on matrices only, not on biases, gains and vectors."""
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": args.weight_decay},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    device = next(model.parameters()).device
+    return torch.optim.AdamW(groups, lr=torch.tensor(0.0, device=device), betas=(args.beta1, args.beta2), eps=args.eps, fused=True)
+
+
+class Updater:
+    """Clip, schedule, step; every decision about a bad gradient is taken on the device, so no step waits for the host.
+
+    A gradient that is not finite skips the update, and a skipped update advances no schedule.
+    """
+    def __init__(self, model, args, dtype):
+        self.params, self.args = list(model.parameters()), args
+        self.optimizer = make_optimizer(model, args)
+        device = self.params[0].device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+        self.done = torch.zeros((), device=device)          # updates made
+        self.skipped = torch.zeros((), device=device)       # in a row, just now
+
+    def lr(self):
+        """Linear warm-up over `warmup` updates to lr, then linear decay to 0 at `steps`."""
+        a, t = self.args, self.done + 1
+        decay = (a.steps - self.done) / max(1, a.steps - a.warmup)
+        return a.lr * torch.minimum(t / max(1, a.warmup), decay).clamp(0, 1)
+
+    def step(self):
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.params, 1.0, foreach=True)
+        bad = (~norm.isfinite()).float()
+        for group in self.optimizer.param_groups:
+            group["lr"].copy_(self.lr())
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.grad_scale, self.optimizer.found_inf = None, bad
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.done += 1 - bad
+        self.skipped = (self.skipped + 1) * bad
+
+    def check(self, step, log):
+        """Called at log lines, where the host may wait. Exits with 1 when training has broken down."""
+        limit = 10 if self.scaler.is_enabled() else 1       # a scaler skips while it looks for its scale: normal
+        if self.skipped >= limit or self.done + self.skipped < step and not self.scaler.is_enabled():
+            stop(1, f"gradient not finite near step {step} (losses before: {', '.join(f'{x:.3f}' for x in log[-3:])}); nothing was "
+                 "written after the last checkpoint: try a lower --lr, or --dtype float32 or bfloat16")
+
+    def state_dict(self):
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "done": self.done, "skipped": self.skipped}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.done.copy_(state["done"])
+        self.skipped.copy_(state["skipped"])
+
+
+def stop(code, message):
+    print(f"error: {message}", file=sys.stderr)
+    if dist.is_initialized():
+        os._exit(code)          # the other ranks wait in a collective: torchrun ends them
+    sys.exit(code)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Checkpoints and logs
+
+def save(folder, step, model, updater, meta, keep=False):
+    """Written aside, flushed to disk, then renamed; the one before stays as ckpt_prev.pt."""
+    file, aside = folder / "ckpt.pt", folder / "ckpt.tmp"
+    with open(aside, "wb") as handle:
+        torch.save({**meta, "step": step, "model": model.state_dict(), **updater.state_dict()}, handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+    if file.exists():
+        previous = folder / "ckpt_prev.tmp"
+        previous.unlink(missing_ok=True)
+        os.link(file, previous)                         # so that ckpt.pt is there at every moment
+        os.replace(previous, folder / "ckpt_prev.pt")
+    os.replace(aside, file)
+    if keep:
+        kept = folder / f"ckpt_{step}.pt"
+        kept.unlink(missing_ok=True)
+        os.link(file, kept)
+
+
+def resume(folder, model, updater, meta):
+    """Load the run's checkpoint -> its step. Raises ValueError if a flag that alters the run differs."""
+    checkpoint = read_checkpoint(folder)
+    then, now = checkpoint["args"], meta["args"]
+    different = [f"--{key} was {then.get(key)}, is {now.get(key)}" for key in sorted({*then, *now} - FREE_FLAGS)
+                 if then.get(key) != now.get(key)]
+    if checkpoint["tokenizer_hash"] != meta["tokenizer_hash"]:
+        different.append("the data was made with another tokenizer")
+    if different:
+        raise ValueError(f"{folder} holds another run: {'; '.join(different)}; give the same flags, or another --out_dir")
+    load_strict(model, checkpoint["model"], folder)
+    updater.load_state_dict(checkpoint)
+    return checkpoint["step"]
+
+
+def git_commit():
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+class Log:
+    """log.jsonl and the terminal. The first line holds the configuration and the baselines."""
+    def __init__(self, folder, first, step, quiet):
+        self.quiet, self.file, self.losses = quiet, folder / "log.jsonl", []
+        if quiet:
+            return
+        lines = [json.dumps(first)]
+        if step and self.file.exists():         # resumed: what was logged after the checkpoint is made again
+            lines += [line for line in self.file.read_text().splitlines()[1:] if json.loads(line)["step"] <= step]
+        self.file.write_text("\n".join(lines) + "\n")
+
+    def __call__(self, text, **row):
+        if self.quiet:
+            return
+        tqdm.write(text)
+        with open(self.file, "a") as handle:
+            handle.write(json.dumps(row) + "\n")
+
+
+def unigram_entropy(corpus):
+    """Nats a token, of the first ten million tokens, specials left out."""
+    counts = np.bincount(corpus.train[:10_000_000], minlength=corpus.vocab_size)[:-N_SPECIALS]
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def beside(loss, baselines):
+    """'0.31 below prior': the lowest baseline that the loss has passed."""
+    passed = {name: value for name, value in baselines.items() if loss < value}
+    if not passed:
+        return ""
+    name = min(passed, key=passed.get)
+    return f" ({passed[name] - loss:.3f} below {name})"
+
+
+@torch.no_grad()
+def evaluate(model, corpus, cast, device):
+    """Mean loss and scalars over fixed validation rows with fixed corruption, dropout off -> {name: float}."""
+    model.eval()
+    L, sums = model.encoder.config.max_len, {}
+    n = min(EVAL_ROWS, corpus.n_rows("val", L))
+    for start in range(0, n, EVAL_BATCH):
+        rows = corpus.rows("val", range(start, min(n, start + EVAL_BATCH)), L)
+        batch = model.corrupt(torch.from_numpy(rows).to(device), "validation", start // EVAL_BATCH)
+        with cast():
+            loss, scalars = model(batch)
+        for name, value in {"val_loss": loss, **{f"val_{key}": value for key, value in scalars.items()}}.items():
+            sums[name] = sums.get(name, 0) + value.float() * len(rows) / n
+    model.train()
+    return {name: float(value) for name, value in sums.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+
+def main(argv=None):
+    args = parse_args(argv)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    quiet = rank > 0
+    keep_memory()
+    say = (lambda *a: None) if quiet else (lambda *a: print(*a, flush=True))
+    with one_line_errors():
+        cfg_of = {f.name: getattr(args, f.name) for f in dataclasses.fields(ObjectiveConfig)}
+        shape = dict(n_layer=args.n_layer, n_head=args.n_head, d_model=args.d_model, d_ff=args.d_ff, max_len=args.block_size,
+                     dropout=args.dropout, attn_dropout=args.dropout, pe=args.pe)
+        objective_cfg, _ = ObjectiveConfig(**cfg_of), EncoderConfig(**shape)        # mistakes show before data is prepared
+        device = pick_device(args.device)
+        dtype, why = pick_dtype(device, args.dtype)
+        folder = Path(args.out_dir or default_out_dir(args))
+        if (folder / "ckpt.pt").exists() and not args.resume:
+            raise ValueError(f"{folder} holds a run already: go on with --resume, or name another folder with --out_dir")
+        if world > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        with first_rank_first(rank, world):
+            corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
+        batches = Batches(corpus, args.block_size, args.seed)
+        torch.manual_seed(args.seed)
+        model = Pretraining(Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape)), objective_cfg).to(device)
+        updater = Updater(model, args, dtype)
+        meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
+                "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
+                "git": git_commit(), "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
+        step = resume(folder, model, updater, meta) if args.resume and (folder / "ckpt.pt").exists() else 0
+        folder.mkdir(parents=True, exist_ok=True)
+    cast = lambda: autocast(device, dtype)                                          # noqa: E731
+    baselines = model.baselines(unigram_entropy(corpus))
+    facts = {key: value for key, value in meta.items() if key != "tokenizer"}
+    log = Log(folder, {**facts, "baselines": baselines}, step, quiet)
+    if not quiet:
+        write_json(folder / "config.json", facts)
+        write_json(folder / "tokenizer.json", corpus.tokenizer)
+
+    n_micro = args.grad_accum * world
+    net, note = model, ""
+    if args.compile if args.compile is not None else device.type == "cuda":
+        note = ", compiled" if can_compile(device) else ", not compiled: no compiler here"
+    if world > 1:
+        net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
+    if note == ", compiled":
+        net = torch.compile(net)
+    flops = count_flops(model, batches, args, cast, device) * n_micro
+    peak = peak_flops(device) if dtype != torch.float32 else None
+    n_params = sum(p.numel() for p in model.parameters())
+    say(f"{args.pe}, {args.objective}: {n_params / 1e6:.2f} M parameters, {args.n_layer} layers of {args.d_model}; rows of "
+        f"{args.block_size}, {args.batch_size * n_micro} an update; {args.steps:,} steps, "
+        f"{args.steps * args.batch_size * n_micro / batches.n:.1f} epochs of {batches.n:,} rows")
+    say(f"{device}, {str(dtype).removeprefix('torch.')} ({why}){note}; {flops / 1e9:.0f} GFLOP a step; the run lives in {folder}")
+    say("baselines (nats): " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
+    if step:
+        say(f"resumed at step {step}")
+
+    signals, model_is_saved = Signals(), step
+    total, interval_start, interval_step = torch.zeros((), device=device), time.perf_counter(), step
+    bar = tqdm(total=args.steps, initial=step, unit="step", disable=None if not quiet else True, leave=False)
+    model.train()
+    while step < args.steps:
+        try:
+            for accum in range(args.grad_accum):
+                micro = accum * world + rank
+                tokens = torch.from_numpy(batches(step * n_micro + micro, args.batch_size)).to(device, non_blocking=True)
+                batch = model.corrupt(tokens, args.seed, step, micro)
+                torch.manual_seed(stream("cpu", args.seed, step, micro, "dropout").initial_seed())
+                with net.no_sync() if world > 1 and accum < args.grad_accum - 1 else contextlib.nullcontext():
+                    with cast():
+                        loss, scalars = net(batch)
+                    updater.scaler.scale(loss / args.grad_accum).backward()
+                total += loss.detach() / args.grad_accum
+            updater.step()
+        except torch.OutOfMemoryError:
+            stop(1, f"out of memory at step {step}: lower --batch_size (and raise --grad_accum by as much), --block_size or "
+                 f"--d_model; the last checkpoint is of step {model_is_saved}")
+        step += 1
+        bar.update()
+        at_eval = step % args.eval_every == 0 or step == args.steps
+        if step % args.log_every == 0 or at_eval or signals.received:
+            loss_now = float(total) / (step - interval_step)                        # the host waits here, and only here
+            updater.check(step, log.losses + [loss_now])
+            seconds = (time.perf_counter() - interval_start) / (step - interval_step)
+            rate = args.batch_size * n_micro * args.block_size / seconds
+            row = dict(step=step, loss=loss_now, lr=float(updater.lr()), ms_per_step=1e3 * seconds, tokens_per_s=rate,
+                       **{name: float(value) for name, value in scalars.items()}, peak_mem_mb=peak_memory_mb(device))
+            text = (f"step {step:>6}/{args.steps}  loss {loss_now:.4f}" + parts_text(scalars) + f"  lr {row['lr']:.1e}  "
+                    f"{1e3 * seconds:.0f} ms/step  {rate / 1e3:.1f}k tokens/s")
+            if peak:
+                row["mfu"] = flops / seconds / (peak * world)
+                text += f"  MFU {100 * row['mfu']:.0f}%"
+            if at_eval and not quiet:
+                row.update(evaluate(model, corpus, cast, device))
+                text += f"  val {row['val_loss']:.4f}{beside(row['val_loss'], baselines)}"
+            log(text + f"  {row['peak_mem_mb'] / 1024:.1f} GB", **row)
+            log.losses.append(loss_now)
+            leave = agree(signals.received, device, world)
+            if not quiet and (at_eval or leave):
+                save(folder, step, model, updater, meta, bool(args.keep_every and step % args.keep_every == 0))
+                model_is_saved = step
+            if leave:
+                say(f"stopped at step {step}, saved in {folder}; go on with the same command and --resume")
+                sys.exit(128 + leave)
+            total.zero_()
+            interval_start, interval_step = time.perf_counter(), step
+        elif args.keep_every and step % args.keep_every == 0 and not quiet:
+            save(folder, step, model, updater, meta, keep=True)
+    bar.close()
+    if world > 1:
+        dist.destroy_process_group()
+    say(f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder} --text 'a sentence of yours'   |   "
+        f"python finetune.py --task docs --ckpt {folder}")
+    if args.preset == "demo":
+        say(f"this was the demo; the real run, on a GPU: python train.py --pe {args.pe} --objective {args.objective} --preset paper")
+
+
+@contextlib.contextmanager
+def first_rank_first(rank, world):
+    """Rank 0 prepares the data while the others wait; then they find it done."""
+    if rank > 0:
+        dist.barrier()
+    yield
+    if rank == 0 and world > 1:
+        dist.barrier()
+
+
+def agree(received, device, world):
+    """A signal that any rank has got counts for all of them."""
+    if world == 1:
+        return received
+    number = torch.tensor(received or 0, device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
+
+
+def parts_text(scalars):
+    parts = {name: value for name, value in scalars.items() if name in OBJECTIVES}
+    return f" ({', '.join(f'{name} {float(value):.3f}' for name, value in parts.items())})" if len(parts) > 1 else ""
+
+
+@torch.no_grad()
+def count_flops(model, batches, args, cast, device):
+    """Operations of one micro-batch, forward and backward (three times the forward), counted by PyTorch."""
+    batch = model.corrupt(torch.from_numpy(batches(0, args.batch_size)).to(device), args.seed, 0, 0)
+    counter = FlopCounterMode(display=False)
+    with counter, cast():
+        model(batch)
+    return 3 * counter.get_total_flops()
+
+
+if __name__ == "__main__":
+    main()
