@@ -218,7 +218,8 @@ def layer_groups(model, lr):
     """Layer-wise decay (ELECTRA): head lr, top layer lr * .8, and so on down; embeddings and positions lowest."""
     n = len(model.encoder.blocks)
     groups = [{"params": list(model.head.parameters()), "peak": lr}]
-    groups += [{"params": list(block.parameters()), "peak": lr * LAYER_DECAY ** (n - i)} for i, block in enumerate(model.encoder.blocks)]
+    groups += [{"params": list(block.parameters()), "peak": lr * LAYER_DECAY ** (n - i)}
+               for i, block in enumerate(model.encoder.blocks)]
     rest = [p for name, p in model.encoder.named_parameters() if not name.startswith("blocks.")]
     return groups + [{"params": rest, "peak": lr * LAYER_DECAY ** (n + 1)}]
 
@@ -297,7 +298,8 @@ def make_encoder(ckpt, cache):
         name = f"scratch, shaped like {source}"
     else:
         corpus = prepare("docs", "bpe", cache)
-        cfg, tokenizer, name = EncoderConfig(vocab_size=corpus.vocab_size), tiktoken.Encoding(**encoding_arguments(corpus.tokenizer)), "scratch, demo"
+        cfg, name = EncoderConfig(vocab_size=corpus.vocab_size), "scratch, demo"
+        tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
 
     def fresh():
         encoder = Encoder(cfg)
@@ -309,13 +311,15 @@ def make_encoder(ckpt, cache):
 def parse_args(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, required=True)
-    parser.add_argument("--ckpt", help="run folder or checkpoint file; scratch: untrained; bow: bag of words (default: the newest under out/)")
+    parser.add_argument("--ckpt", help="run folder or checkpoint file (default: the newest under out/); scratch: untrained; "
+                        "bow: bag of words")
     parser.add_argument("--data_dir", help="folder with the official GLUE folders (default: from the hub)")
     parser.add_argument("--seeds", type=int, default=1, help="runs, with seeds 0, 1, .. (default: %(default)s)")
     parser.add_argument("--lr", type=float, help="of the head; lower layers get less (default: 1e-4, or 3e-4 below width 512)")
     parser.add_argument("--epochs", type=int, help="default: 3; docs 10")
     parser.add_argument("--batch_size", type=int, default=BATCH, help="default: %(default)s")
-    parser.add_argument("--length", type=int, default=LENGTH, help="ids a row at most; the model's max_len caps it (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=LENGTH,
+                        help="ids a row at most; the model's max_len caps it (default: %(default)s)")
     parser.add_argument("--limit_train", type=int, help="training rows (default: all; docs 500)")
     parser.add_argument("--out_dir", help="where results.jsonl goes (default: the run's folder)")
     parser.add_argument("--cache", default="cache", help="folder of prepared data (default: %(default)s)")
@@ -362,8 +366,9 @@ def main(argv=None):
             evaluations = {name: encode_rows(found, encoder.tokenizer, cfg, length) for name, found in evaluations.items()}
         folder = Path(args.out_dir or (source if os.path.isdir(source) else "out"))
         folder.mkdir(parents=True, exist_ok=True)
-    print(f"{args.task}: {len(rows):,} rows to train on, {', '.join(f'{len(r):,} of {n}' for n, r in evaluations.items())} to score; "
-          f"from {source}" + ("" if bow else f"; length {length}, lr {args.lr:g}, {args.epochs} epochs"))
+    scored = ", ".join(f"{len(found):,} of {name}" for name, found in evaluations.items())
+    print(f"{args.task}: {len(rows):,} rows to train on, {scored} to score; from {source}"
+          + ("" if bow else f"; length {length}, lr {args.lr:g}, {args.epochs} epochs"))
     results = []
     for seed in range(1 if bow else args.seeds):
         start = time.time()

@@ -718,3 +718,45 @@ def load_strict(module, weights, path):
     if problems + shapes:
         raise ValueError(f"{path} does not fit this model: {'; '.join(problems + shapes[:3])}")
     module.load_state_dict(weights)
+
+
+def warm_start(module, checkpoint, path) -> dict:
+    """Load what fits of a checkpoint's weights into a module whose scheme, heads or max_len may be others.
+
+    Weights are matched by name, so those of another positional scheme start fresh (P3 swaps the scheme under a
+    trained model). With a larger max_len the trained rows of tables are kept and the new ones start fresh (P3
+    trains at 128, then at 512). -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}, names.
+    Raises ValueError when another shape than max_len differs.
+    """
+    given, own = checkpoint["model"], module.state_dict()
+    old_len, new_len = checkpoint["config"]["max_len"], module.encoder.config.max_len
+    if new_len < old_len:
+        raise ValueError(f"{path} has rows of {old_len}; --block_size {new_len} would cut them: take at least {old_len}")
+    done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
+    for key, fresh in own.items():
+        if key not in given:
+            done["new"].append(key)
+        elif given[key].shape == fresh.shape:
+            fresh.copy_(given[key])
+            done["loaded"].append(key)
+        else:
+            grow(fresh, given[key], old_len, new_len, f"{path}: {key}")
+            done["grown"].append(key)
+    return done
+
+
+def grow(fresh, trained, old_len, new_len, name):
+    """Copy a table for old_len positions into one for new_len: rows keep their position, what follows them (the
+    unknown, theta) moves to the new end; the pair head's classes keep their offset."""
+    index = []
+    for old, new in zip(trained.shape, fresh.shape):
+        rows = torch.arange(old)
+        if new - old == 2 * (new_len - old_len) and old == 2 * old_len - 1:     # class = offset + L - 1
+            rows = rows + new_len - old_len
+        elif new - old == new_len - old_len and old >= old_len:
+            rows = torch.where(rows < old_len, rows, rows + new_len - old_len)
+        elif new != old:
+            raise ValueError(f"{name} is {tuple(trained.shape)} there and {tuple(fresh.shape)} here: only the positional "
+                             "scheme, the objective and a larger --block_size may differ")
+        index.append(rows)
+    fresh[torch.meshgrid(*index, indexing="ij")] = trained

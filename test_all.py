@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import bench
 import data
 import finetune
 import model as model_module
@@ -313,7 +314,11 @@ class Naive:
             return part.unknown[h, 0, 0] if i != j and (pi < 0 or pj < 0) else torch.tensor(-slopes[h] * abs(pj - pi)).double()
         if name.startswith("tupe"):
             rows = [T if p < 0 else p for p in (pi, pj)]
-            v = self.tupe_p(part.positions, rows[0], "q", h) @ self.tupe_p(part.positions, rows[1], "k", h) / math.sqrt(2 * self.D)
+            v = (
+                self.tupe_p(part.positions, rows[0], "q", h)
+                @ self.tupe_p(part.positions, rows[1], "k", h)
+                / math.sqrt(2 * self.D)
+            )
             if name.startswith("tupe_r_factored"):
                 r = part.offsets.table.weight[self.offset_row(i, j, pi, pj)]
                 v = v + self.head(part.offsets.f_q.weight @ r, h) @ self.head(part.offsets.f_k.weight @ r, h)
@@ -367,7 +372,9 @@ class Naive:
             for h in range(H):
                 for i in range(L):
                     seen = [j for j in range(L) if not pad[b, j]]
-                    s = torch.stack([self.logit(q[b, h, i], k[b, h, j], h, i, j, int(pos[b, i]), int(pos[b, j]), layer) for j in seen])
+                    s = torch.stack(
+                        [self.logit(q[b, h, i], k[b, h, j], h, i, j, int(pos[b, i]), int(pos[b, j]), layer) for j in seen]
+                    )
                     y = 0.0
                     for A, j in zip(s.softmax(0), seen):
                         y = y + A * v[b, h, j]
@@ -590,8 +597,11 @@ def test_no_tensor_of_l_l_d(monkeypatch):
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            sizes.extend(t.untyped_storage().nbytes() // t.element_size() for t in (out if isinstance(out, (tuple, list)) else [out])
-                         if isinstance(t, torch.Tensor))
+            sizes.extend(
+                t.untyped_storage().nbytes() // t.element_size()
+                for t in (out if isinstance(out, (tuple, list)) else [out])
+                if isinstance(t, torch.Tensor)
+            )
             return out
     encoder = tiny("rel", d_model=64)                   # D = 32, L = 40: L*L*D = 51,200; R = 130 columns: 2*2*40*130
     with Watch():
@@ -602,7 +612,11 @@ def test_no_tensor_of_l_l_d(monkeypatch):
 def test_theta_fills_row_and_column():
     v = torch.zeros(1, 2, 4, 4)
     out = model_module.reset_cls(v, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    assert out[0, 0].tolist() == [[1, 1, 1, 1], [3, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0]] and out[0, 1, 0, 0] == 2 and out[0, 1, 1, 0] == 4
+    assert (
+        out[0, 0].tolist() == [[1, 1, 1, 1], [3, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0]]
+        and out[0, 1, 0, 0] == 2
+        and out[0, 1, 1, 0] == 4
+    )
 
 
 def test_t5_buckets():
@@ -622,15 +636,28 @@ def test_initial_weights():
     assert all((m.bias == 0).all() for m in encoder.modules() if isinstance(m, torch.nn.Linear) and m.bias is not None)
 
 
-@pytest.mark.parametrize("pe, says", [("foo", "choose from none, abs"), ("abs+sin", "both use the hook 'embed'"), ("abs+foo", "unknown"),
-                                      ("rope+tupe_a", "stands alone"), ("none+abs", "stands alone"), ("t5+alibi", "'bias'"),
-                                      ("abs+t5_untie_cls", "stands alone"), ("rope+bert_ad", "stands alone"), ("abs+abs", "both")])
+@pytest.mark.parametrize(
+    "pe, says",
+    [
+        ("foo", "choose from none, abs"),
+        ("abs+sin", "both use the hook 'embed'"),
+        ("abs+foo", "unknown"),
+        ("rope+tupe_a", "stands alone"),
+        ("none+abs", "stands alone"),
+        ("t5+alibi", "'bias'"),
+        ("abs+t5_untie_cls", "stands alone"),
+        ("rope+bert_ad", "stands alone"),
+        ("abs+abs", "both"),
+    ],
+)
 def test_illegal_schemes_are_refused_with_the_reason(pe, says):
     with pytest.raises(ValueError, match=says.replace("+", r"\+")):
         EncoderConfig(pe=pe)
 
 
-@pytest.mark.parametrize("change", [dict(n_head=3), dict(d_model=10, n_head=2, pe="rope"), dict(n_layer=0), dict(dropout=1.0), dict(max_len=0)])
+@pytest.mark.parametrize(
+    "change", [dict(n_head=3), dict(d_model=10, n_head=2, pe="rope"), dict(n_layer=0), dict(dropout=1.0), dict(max_len=0)]
+)
 def test_impossible_shapes_are_refused(change):
     with pytest.raises(ValueError):
         EncoderConfig(**change)
@@ -654,9 +681,14 @@ def copy_bert_layers(encoder, theirs, names):
     with torch.no_grad():
         for block, layer in zip(encoder.blocks, theirs.encoder.layer):
             q, k, v, out, norm1 = [layer.get_submodule(name) for name in names]
-            pairs = [*zip((q, k, v), block.qkv.weight.chunk(3), block.qkv.bias.chunk(3)), (out, block.out.weight, block.out.bias),
-                     (norm1, block.norm1.weight, block.norm1.bias), (layer.intermediate.dense, block.fc1.weight, block.fc1.bias),
-                     (layer.output.dense, block.fc2.weight, block.fc2.bias), (layer.output.LayerNorm, block.norm2.weight, block.norm2.bias)]
+            pairs = [
+                *zip((q, k, v), block.qkv.weight.chunk(3), block.qkv.bias.chunk(3)),
+                (out, block.out.weight, block.out.bias),
+                (norm1, block.norm1.weight, block.norm1.bias),
+                (layer.intermediate.dense, block.fc1.weight, block.fc1.bias),
+                (layer.output.dense, block.fc2.weight, block.fc2.bias),
+                (layer.output.LayerNorm, block.norm2.weight, block.norm2.bias),
+            ]
             for module, weight, bias in pairs:
                 module.weight.copy_(weight)
                 module.bias.copy_(bias)
@@ -665,7 +697,13 @@ def copy_bert_layers(encoder, theirs, names):
         theirs.embeddings.LayerNorm.bias.copy_(encoder.norm.bias)
 
 
-BERT_NAMES = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense", "attention.output.LayerNorm")
+BERT_NAMES = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+)
 
 
 @pytest.mark.parametrize("name, pad_id, offset, pe", [("Bert", 0, 0, "abs"), ("Roberta", 1, 2, "abs"), ("MPNet", 1, 2, "abs+t5")])
@@ -674,12 +712,26 @@ def test_encoder_equals_transformers(name, pad_id, offset, pe):
     transformers = pytest.importorskip("transformers")
     encoder = tiny(pe).float()
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, hidden_act="gelu",
-        max_position_embeddings=12 + offset, layer_norm_eps=1e-5, pad_token_id=pad_id, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_act="gelu",
+        max_position_embeddings=12 + offset,
+        layer_norm_eps=1e-5,
+        pad_token_id=pad_id,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     theirs = getattr(transformers, f"{name}Model")(config, add_pooling_layer=False).eval()
     with torch.no_grad():
         if name == "MPNet":
-            copy_bert_layers(encoder, theirs, ("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o", "attention.LayerNorm"))
+            copy_bert_layers(
+                encoder,
+                theirs,
+                ("attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o", "attention.LayerNorm"),
+            )
             # MPNet takes query minus key with T5's function, so its two halves are the other way round.
             theirs.encoder.relative_attention_bias.weight.copy_(encoder.pe.parts["t5"].table.weight[:32])
         else:
@@ -722,7 +774,11 @@ def test_alibi_slopes_equal_bloom(n_head):
 
 def pretraining(objective="mlm", pe="abs", L=12, double=True, **change):
     torch.manual_seed(1)
-    encoder = Encoder(EncoderConfig(vocab_size=VOCAB, n_layer=1, n_head=2, d_model=16, d_ff=32, max_len=L, dropout=0.0, attn_dropout=0.0, pe=pe))
+    encoder = Encoder(
+        EncoderConfig(
+            vocab_size=VOCAB, n_layer=1, n_head=2, d_model=16, d_ff=32, max_len=L, dropout=0.0, attn_dropout=0.0, pe=pe
+        )
+    )
     model = Pretraining(encoder, ObjectiveConfig(objective, **change))
     return model.double() if double else model
 
@@ -833,8 +889,12 @@ def pair_loop(model, tokens, batch, label_of):
             for j in range(L):
                 if i == j or tokens[b, i] >= VOCAB - 8 or tokens[b, j] >= VOCAB - 8:
                     continue
-                s = torch.stack([naive.logit(q[b, i, h], k[b, j, h], h, i, j, int(batch["pos"][b, i]), int(batch["pos"][b, j]), None)
-                                 for h in range(2)])
+                s = torch.stack(
+                    [
+                        naive.logit(q[b, i, h], k[b, j, h], h, i, j, int(batch["pos"][b, i]), int(batch["pos"][b, j]), None)
+                        for h in range(2)
+                    ]
+                )
                 out = head.psi(s).log_softmax(0)
                 total, n = total - out[label_of(i, j)], n + 1
     return total / n
@@ -935,7 +995,9 @@ def test_baselines_of_the_design():
     """Figures found independently for rate .6."""
     for L, copy_, selected, moved in ((32, 3.553, 2.788, 2.607), (64, 4.198, 3.387, 3.290), (128, 4.841, 4.017, 3.963)):
         ours = objectives.pplm_baselines(L, 0.6)
-        assert abs(ours["copy"] - copy_) < 0.005 and abs(ours["selected"] - selected) < 0.005 and abs(ours["moved"] - moved) < 0.01
+        assert (
+            abs(ours["copy"] - copy_) < 0.005 and abs(ours["selected"] - selected) < 0.005 and abs(ours["moved"] - moved) < 0.01
+        )
 
 
 def test_a_sum_is_the_sum_of_its_parts():
@@ -975,10 +1037,18 @@ def test_scheme_weights_of_the_pair_head_start_xavier():
     assert abs(head.query.weight.std() - math.sqrt(2 / 256)) < 5e-3
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(objective="foo"), "choose from mlm"), (dict(objective="pplm+pplm"), "at most one position"), (dict(objective="mlm+mlm"), "at most one token"),
-    (dict(mask_rate=0.0), "between 0 and 1"), (dict(mask_rate=1.0), "between 0 and 1"), (dict(pos_rate=1.5), "between 0 and 1"),
-    (dict(pos_rate=float("nan")), "between 0 and 1")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(objective="foo"), "choose from mlm"),
+        (dict(objective="pplm+pplm"), "at most one position"),
+        (dict(objective="mlm+mlm"), "at most one token"),
+        (dict(mask_rate=0.0), "between 0 and 1"),
+        (dict(mask_rate=1.0), "between 0 and 1"),
+        (dict(pos_rate=1.5), "between 0 and 1"),
+        (dict(pos_rate=float("nan")), "between 0 and 1"),
+    ],
+)
 def test_bad_objectives_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         ObjectiveConfig(**change)
@@ -994,8 +1064,26 @@ def test_rows_too_short_are_refused():
 # =========================================================================================================
 # train.py
 
-TINY = ["--n_layer", "1", "--n_head", "2", "--d_model", "16", "--d_ff", "32", "--block_size", "16", "--batch_size", "4", "--warmup", "2",
-        "--device", "cpu", "--log_every", "3"]
+TINY = [
+    "--n_layer",
+    "1",
+    "--n_head",
+    "2",
+    "--d_model",
+    "16",
+    "--d_ff",
+    "32",
+    "--block_size",
+    "16",
+    "--batch_size",
+    "4",
+    "--warmup",
+    "2",
+    "--device",
+    "cpu",
+    "--log_every",
+    "3",
+]
 
 
 def run_train(corpus_file, cache, out, *flags):
@@ -1090,7 +1178,16 @@ def test_run_learns_logs_and_saves(corpus_file, cache, tmp_path, capsys):
     assert [line["step"] for line in evaluated] == [30, 60]
     assert evaluated[-1]["val_loss"] < lines[1]["loss"] - 1
     names = {f.name for f in (tmp_path / "run").iterdir()}
-    assert names == {"ckpt.pt", "ckpt_prev.pt", "ckpt_20.pt", "ckpt_40.pt", "ckpt_60.pt", "config.json", "tokenizer.json", "log.jsonl"}
+    assert names == {
+        "ckpt.pt",
+        "ckpt_prev.pt",
+        "ckpt_20.pt",
+        "ckpt_40.pt",
+        "ckpt_60.pt",
+        "config.json",
+        "tokenizer.json",
+        "log.jsonl",
+    }
     out = capsys.readouterr().out
     assert "baselines (nats): uniform" in out and "--preset paper" in out.splitlines()[-1]
     encoder = load(tmp_path / "run")
@@ -1134,23 +1231,69 @@ def test_sigterm_saves_and_resume_goes_on(corpus_file, cache, tmp_path):
 
 def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
     """torchrun with two gloo processes: the weights of one process with twice the accumulation, within 1e-6."""
-    common = ["--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache, *TINY, "--steps", "3", "--dropout", "0", "--dtype", "float32",
-              "--objective", "mlm+pplm", "--pe", "tupe_r"]
+    common = [
+        "--dataset",
+        corpus_file,
+        "--tokenizer",
+        "bpe",
+        "--cache",
+        cache,
+        *TINY,
+        "--steps",
+        "3",
+        "--dropout",
+        "0",
+        "--dtype",
+        "float32",
+        "--objective",
+        "mlm+pplm",
+        "--pe",
+        "tupe_r",
+    ]
     data.prepare(corpus_file, "bpe", cache)
     train.main([*common, "--grad_accum", "2", "--out_dir", str(tmp_path / "one")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", HERE / "train.py", *common,
-                    "--out_dir", tmp_path / "two"], check=True, env=environment, capture_output=True, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--standalone",
+            HERE / "train.py",
+            *common,
+            "--out_dir",
+            tmp_path / "two",
+        ],
+        check=True,
+        env=environment,
+        capture_output=True,
+        timeout=120,
+    )
     a, b = weights(tmp_path / "one")["model"], weights(tmp_path / "two")["model"]
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--pe", "foo"], "tupe_r"), (["--objective", "foo"], "pplm"), (["--preset", "foo"], "demo"), (["--lr", "-1"], "--lr"),
-    (["--lr", "nan"], "--lr"), (["--steps", "0"], "--steps"), (["--block_size", "3"], "--block_size"), (["--mask_rate", "1.5"], "mask_rate"),
-    (["--d_model", "10", "--n_head", "3"], "n_head"), (["--dataset", "no/such/*.jsonl"], "no file matches"),
-    (["--block_size", "4000"], "too few for one row"), (["--device", "cpu", "--dtype", "float16"], "float16"), (["--dropout", "2"], "dropout")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--pe", "foo"], "tupe_r"),
+        (["--objective", "foo"], "pplm"),
+        (["--preset", "foo"], "demo"),
+        (["--lr", "-1"], "--lr"),
+        (["--lr", "nan"], "--lr"),
+        (["--steps", "0"], "--steps"),
+        (["--block_size", "3"], "--block_size"),
+        (["--mask_rate", "1.5"], "mask_rate"),
+        (["--d_model", "10", "--n_head", "3"], "n_head"),
+        (["--dataset", "no/such/*.jsonl"], "no file matches"),
+        (["--block_size", "4000"], "too few for one row"),
+        (["--device", "cpu", "--dtype", "float16"], "float16"),
+        (["--dropout", "2"], "dropout"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_2(corpus_file, cache, tmp_path, capsys, flags, says):
     with pytest.raises(SystemExit) as stopped:
         run_train(corpus_file, cache, tmp_path / "run", *flags)
@@ -1188,6 +1331,69 @@ def test_compiled_training_agrees_with_eager(corpus_file, cache, tmp_path):
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-3)
+
+
+# ----- warm start
+
+@pytest.mark.parametrize("pe", ["abs", "tupe_r", "tupe_a_free", "bert_ad", "rel", "lsin+rel"])
+def test_warm_start_grows_the_tables(pe):
+    """With a larger max_len the model does to short rows what it did, hidden positions included; new rows are fresh."""
+    small, large = pretraining("pplm", pe, L=12), pretraining("pplm", pe, L=20)
+    checkpoint = {"model": small.state_dict(), "config": {"max_len": 12}}
+    done = model_module.warm_start(large, checkpoint, "run")
+    assert done["new"] == done["dropped"] == []
+    tokens, pos = packed_rows(), torch.arange(12).expand(6, 12).clone()
+    pos[2:, 4:6] = UNKNOWN_POS
+    torch.testing.assert_close(large.encoder(tokens, pos), small.encoder(tokens, pos), rtol=0, atol=1e-12)
+    assert large.encoder(some_tokens(2, 20)).isfinite().all()
+    a, b = (m.objectives["pplm"].pair_logits(m.encoder, m.encoder(tokens), pos) for m in (small, large))
+    torch.testing.assert_close(b[..., 8:8 + 23], a, rtol=0, atol=1e-12)        # offset r: class r + 11, now r + 19
+    untouched = pretraining("pplm", pe, L=20)
+    for key in done["grown"]:
+        assert (large.state_dict()[key] == untouched.state_dict()[key]).any(), f"{key}: new rows are as they were made"
+
+
+def test_warm_start_swaps_the_scheme():
+    old, new = pretraining("mlm", "abs"), pretraining("mlm", "abs+rel")
+    torch.nn.init.normal_(old.encoder.pe.parts["abs"].table.weight)
+    done = model_module.warm_start(new, {"model": old.state_dict(), "config": {"max_len": 12}}, "run")
+    assert done["new"] == ["encoder.pe.parts.rel.table.weight"] and done["dropped"] == done["grown"] == []
+    assert all((new.state_dict()[key] == value).all() for key, value in old.state_dict().items())
+    done = model_module.warm_start(pretraining("pplm", "t5"), {"model": old.state_dict(), "config": {"max_len": 12}}, "run")
+    assert "encoder.pe.parts.abs.table.weight" in done["dropped"] and "encoder.pe.parts.t5.table.weight" in done["new"]
+    assert any(key.startswith("objectives.mlm") for key in done["dropped"])
+
+
+def test_warm_start_refuses_other_shapes():
+    small = pretraining("mlm", "abs", L=12)
+    with pytest.raises(ValueError, match="would cut"):
+        model_module.warm_start(
+            pretraining("mlm", L=8, mask_rate=0.3), {"model": small.state_dict(), "config": {"max_len": 12}}, "run"
+        )
+    other = Pretraining(
+        Encoder(EncoderConfig(vocab_size=VOCAB, n_layer=1, n_head=2, d_model=16, d_ff=48, max_len=12)), ObjectiveConfig()
+    )
+    with pytest.raises(ValueError, match="fc1.weight is \\(32, 16\\) there and \\(48, 16\\) here"):
+        model_module.warm_start(other, {"model": small.double().state_dict(), "config": {"max_len": 12}}, "run")
+
+
+def test_init_from_tells_what_it_did(corpus_file, cache, tmp_path, capsys):
+    run_train(corpus_file, cache, tmp_path / "short", "--steps", "3", "--pe", "tupe_r")
+    run_train(
+        corpus_file,
+        cache,
+        tmp_path / "long",
+        "--steps",
+        "3",
+        "--pe",
+        "tupe_r",
+        "--block_size",
+        "24",
+        "--init_from",
+        str(tmp_path / "short"),
+    )
+    out = capsys.readouterr().out
+    assert "1 tensors grown: encoder.pe.parts.tupe_r.positions.table.weight" in out and "0 tensors new" in out
 
 
 # =========================================================================================================
@@ -1270,7 +1476,9 @@ def test_finetune_end_to_end(corpus_file, cache, tmp_path, monkeypatch, capsys):
     (tmp_path / "glue" / "CoLA").mkdir(parents=True)
     rng = random.Random(0)
     for split, n in (("train", 200), ("dev", 60)):
-        rows = [(label, " ".join(rng.choices(WORDS, k=5) + [("owls", "fox")[label]])) for label in rng.choices((0, 1), (1, 2), k=n)]
+        rows = [
+            (label, " ".join(rng.choices(WORDS, k=5) + [("owls", "fox")[label]])) for label in rng.choices((0, 1), (1, 2), k=n)
+        ]
         (tmp_path / "glue" / "CoLA" / f"{split}.tsv").write_text("".join(f"x\t{label}\t\t{text}\n" for label, text in rows))
     finetune.main(["--task", "cola", "--data_dir", "glue", "--seeds", "2", "--lr", "0.01", "--epochs", "8"])
     results = [json.loads(line) for line in open("out/run/results.jsonl")]
@@ -1318,13 +1526,20 @@ def test_put_in_order_with_a_perfect_model(corpus_file, cache, tmp_path, monkeyp
 
 
 def test_probe_text(corpus_file, cache, tmp_path, capsys):
-    for objective, text, says in (("mlm", "the [MASK] fox [MASK]", "[MASK]: "), ("pplm", "the quick brown fox", "pairs in the right order"),
-                                  ("mlm+pplm", "the quick brown fox", "given:")):
+    for objective, text, says in (
+        ("mlm", "the [MASK] fox [MASK]", "[MASK]: "),
+        ("pplm", "the quick brown fox", "pairs in the right order"),
+        ("mlm+pplm", "the quick brown fox", "given:"),
+    ):
         run_train(corpus_file, cache, tmp_path / objective, "--steps", "3", "--objective", objective)
         probe.main(["--ckpt", str(tmp_path / objective), "--text", text])
         assert says in capsys.readouterr().out
-    for ckpt, text, says in (("mlm", "no mask here", "write [MASK]"), ("pplm", "a [MASK] b", "[MASK] is for"), ("pplm", "fox " * 40, "tokens"),
-                             ("nowhere", "x y", "no checkpoint")):
+    for ckpt, text, says in (
+        ("mlm", "no mask here", "write [MASK]"),
+        ("pplm", "a [MASK] b", "[MASK] is for"),
+        ("pplm", "fox " * 40, "tokens"),
+        ("nowhere", "x y", "no checkpoint"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             probe.main(["--ckpt", str(tmp_path / ckpt), "--text", text])
         assert stopped.value.code == 2 and says in capsys.readouterr().err
@@ -1335,6 +1550,47 @@ def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
     model = objectives.load_pretraining(tmp_path / "run")
     (best, *_), = probe.fill_masks(model, "the quick brown [MASK] jumps over")
     assert best[0].strip() in WORDS
+
+
+# =========================================================================================================
+# bench.py
+
+def test_bench_writes_its_rows(tmp_path, capsys):
+    bench.main(["--pe", "abs,rel", "--batch_size", "2", "--block_size", "16", "--pairs", "2", "--warmup", "1", "--device", "cpu",
+                "--json", str(tmp_path / "rows.json")])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["pe"] for row in found["rows"]] == ["abs", "rel"] and found["machine"]
+    assert {"name", "pe", "objective", "tokens_per_s", "ms_per_step", "peak_mem_mb"} <= found["rows"][0].keys()
+    assert found["rows"][1]["parameters_added"] == 130 * 32
+    with pytest.raises(SystemExit):
+        bench.main(["--pe", "foo"])
+    assert "choose from" in capsys.readouterr().err
+
+
+# =========================================================================================================
+# README.md
+
+def test_commands_of_the_readme_parse():
+    """Every `python X.py ..` line of the README is accepted by X's own parser."""
+    import re
+    import shlex
+
+    lines = re.findall(
+        r"(?:python|torchrun --nproc_per_node \d+) (?:train|finetune|data|probe|bench)\.py[^`\n|#&)]*",
+        (HERE / "README.md").read_text(),
+    )
+    assert len(lines) > 10
+    for line in lines:
+        words = shlex.split(line)
+        script = next(word for word in words if word.endswith(".py"))
+        flags = words[words.index(script) + 1:]
+        if script == "train.py":
+            train.parse_args(flags)
+        elif script == "finetune.py":
+            finetune.parse_args(flags)
+        else:
+            source = (HERE / script).read_text() + (HERE / "data.py").read_text()
+            assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--")), line
 
 
 if __name__ == "__main__":

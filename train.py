@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from data import Batches, add_data_flags, encoding_arguments, one_line_errors, prepare, write_json
-from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint
+from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint, warm_start
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, parse_objective, stream
 
 # Rows of the table in the README. Dropout is .1 everywhere. Sources: demo and lab ours; paper P0 app. A (warm-up,
@@ -42,7 +42,7 @@ from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, parse_objective
 DOCS, WEB = dict(dataset="docs", tokenizer="bpe"), dict(dataset="wikibooks", tokenizer="gpt2")
 FAST, BERT = dict(beta1=.9, beta2=.98, eps=1e-6), dict(beta1=.9, beta2=.999, eps=1e-6)
 PRESETS = {
-    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32, grad_accum=1, lr=3e-3,
+    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32, grad_accum=1, lr=2e-3,
                  warmup=100, steps=1500, mask_rate=.15, **FAST, **DOCS),
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64, grad_accum=1, lr=1e-3,
                 warmup=300, steps=3000, mask_rate=.15, **FAST, **DOCS),
@@ -73,7 +73,7 @@ def parse_args(argv=None):
     group.add_argument("--objective", default=of.objective, help=f"one of {', '.join(OBJECTIVES)}, or a sum such as mlm+pplm "
                        "(default: %(default)s)")
     group.add_argument("--preset", choices=PRESETS, default="demo", help="sizes and schedule (default: %(default)s)")
-    group.add_argument("--seed", type=int, default=1337, help="of weights, data order, corruption and dropout (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=1337, help="of everything random (default: %(default)s)")
 
     add_data_flags(parser.add_argument_group("data (dataset and tokenizer: from the preset)"))
 
@@ -87,7 +87,8 @@ def parse_args(argv=None):
 
     group = parser.add_argument_group("objectives")
     group.add_argument("--mask_rate", type=float, help="mlm: share of tokens selected (from the preset)")
-    group.add_argument("--pos_rate", type=float, default=of.pos_rate, help="pplm: share of positions permuted (default: %(default)s)")
+    group.add_argument("--pos_rate", type=float, default=of.pos_rate,
+                       help="pplm: share of positions permuted (default: %(default)s)")
 
     group = parser.add_argument_group("optimisation (from the preset)")
     group.add_argument("--steps", type=int, help="updates in all; part of a run, for the decay depends on it")
@@ -103,11 +104,15 @@ def parse_args(argv=None):
     group = parser.add_argument_group("running")
     group.add_argument("--out_dir", help="folder of the run (default: out/<dataset>-<preset>-<pe>-<objective>-s<seed>)")
     group.add_argument("--resume", action="store_true", help="go on from the run folder's checkpoint, if it has one")
-    group.add_argument("--eval_every", type=int, default=250, help="steps between validations, which also save (default: %(default)s)")
+    group.add_argument("--init_from", metavar="CKPT", help="start from the weights of another run: its scheme and objective may "
+                       "differ, --block_size may be larger")
+    group.add_argument("--eval_every", type=int, default=250,
+                       help="steps between validations, which also save (default: %(default)s)")
     group.add_argument("--keep_every", type=int, default=0, help="also keep ckpt_<step>.pt every so many steps")
     group.add_argument("--log_every", type=int, default=50, help="steps between log lines (default: %(default)s)")
     group.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: cuda, else mps, else cpu")
-    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of matrix products (default: what the device does best)")
+    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
+                       help="of matrix products (default: what the device does best)")
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
     args = parser.parse_args(argv)
     for name, value in PRESETS[args.preset].items():
@@ -157,12 +162,24 @@ def pick_device(name):
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     major, minor = torch.cuda.get_device_capability()
-    built = [tuple(int(x) for x in re.fullmatch(r"(?:sm|compute)_(\d+)(\d)a?", arch).groups())
-             for arch in torch.cuda.get_arch_list() if re.fullmatch(r"(?:sm|compute)_(\d+)(\d)a?", arch)]
-    if built and not any(a == major and b <= minor for a, b in built) and max(built) < (major, minor) or built and min(built) > (major, minor):
-        raise ValueError(f"this torch ({torch.__version__}) has no kernels for {torch.cuda.get_device_name()} "
-                         f"(sm_{major}{minor}); for a V100: pip install 'torch<2.14' --index-url https://download.pytorch.org/whl/cu126")
+    if not has_kernels(major, minor, torch.cuda.get_arch_list()):
+        card = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
+        raise ValueError(f"this torch ({torch.__version__}) has no kernels for {card}; "
+                         "for a V100: pip install 'torch<2.14' --index-url https://download.pytorch.org/whl/cu126")
     return device
+
+
+def has_kernels(major, minor, built):
+    """Does a torch built for `built` (torch.cuda.get_arch_list()) run on compute capability major.minor?
+
+    Machine code (sm_80) runs on the same major from its minor on; PTX (compute_90) on everything newer.
+    """
+    for arch in built:
+        if found := re.match(r"(sm|compute)_(\d+)(\d)", arch):
+            kind, a, b = found[1], int(found[2]), int(found[3])
+            if (a == major and b <= minor) or (kind == "compute" and (a, b) <= (major, minor)):
+                return True
+    return not built
 
 
 def pick_dtype(device, name):
@@ -238,8 +255,8 @@ def make_optimizer(model, args):
     """AdamW; weight decay on matrices only, not on biases, gains and vectors."""
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": args.weight_decay},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    device = next(model.parameters()).device
-    return torch.optim.AdamW(groups, lr=torch.tensor(0.0, device=device), betas=(args.beta1, args.beta2), eps=args.eps, fused=True)
+    lr = torch.tensor(0.0, device=next(model.parameters()).device)      # set on the device, by Updater
+    return torch.optim.AdamW(groups, lr=lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=True)
 
 
 class Updater:
@@ -281,11 +298,13 @@ class Updater:
         """Called at log lines, where the host may wait. Exits with 1 when training has broken down."""
         limit = 10 if self.scaler.is_enabled() else 1       # a scaler skips while it looks for its scale: normal
         if self.skipped >= limit or self.done + self.skipped < step and not self.scaler.is_enabled():
-            stop(1, f"gradient not finite near step {step} (losses before: {', '.join(f'{x:.3f}' for x in log[-3:])}); nothing was "
-                 "written after the last checkpoint: try a lower --lr, or --dtype float32 or bfloat16")
+            losses = ", ".join(f"{x:.3f}" for x in log[-3:])
+            stop(1, f"gradient not finite near step {step} (losses before: {losses}); nothing was written after the last "
+                 "checkpoint: try a lower --lr, or --dtype float32 or bfloat16")
 
     def state_dict(self):
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "done": self.done, "skipped": self.skipped}
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "done": self.done,
+                "skipped": self.skipped}
 
     def load_state_dict(self, state):
         self.optimizer.load_state_dict(state["optimizer"])
@@ -338,9 +357,20 @@ def resume(folder, model, updater, meta):
     return checkpoint["step"]
 
 
+def tell_warm_start(model, path, meta, say):
+    """--init_from: load what fits, and print what was loaded, what is new, what was dropped."""
+    checkpoint = read_checkpoint(path)
+    if checkpoint["tokenizer_hash"] != meta["tokenizer_hash"]:
+        raise ValueError(f"{path} was trained with another tokenizer than this data is made with: prepare the data with its own")
+    for what, names in warm_start(model, checkpoint, path).items():
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        say(f"init_from {path}: {len(names)} tensors {what}" + (f": {shown}" if names and what != "loaded" else ""))
+
+
 def git_commit():
     try:
-        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        return git.stdout.strip()
     except OSError:
         return ""
 
@@ -386,8 +416,9 @@ def evaluate(model, corpus, cast, device):
     model.eval()
     L, sums = model.encoder.config.max_len, {}
     n = min(EVAL_ROWS, corpus.n_rows("val", L))
+    chosen = np.linspace(0, corpus.n_rows("val", L) - 1, n).astype(int)     # from all over: documents come in order
     for start in range(0, n, EVAL_BATCH):
-        rows = corpus.rows("val", range(start, min(n, start + EVAL_BATCH)), L)
+        rows = corpus.rows("val", chosen[start:start + EVAL_BATCH], L)
         batch = model.corrupt(torch.from_numpy(rows).to(device), "validation", start // EVAL_BATCH)
         with cast():
             loss, scalars = model(batch)
@@ -427,6 +458,8 @@ def main(argv=None):
                 "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
                 "git": git_commit(), "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
         step = resume(folder, model, updater, meta) if args.resume and (folder / "ckpt.pt").exists() else 0
+        if args.init_from and not step:
+            tell_warm_start(model, args.init_from, meta, say)
         folder.mkdir(parents=True, exist_ok=True)
     cast = lambda: autocast(device, dtype)                                          # noqa: E731
     baselines = model.baselines(unigram_entropy(corpus))
@@ -512,7 +545,8 @@ def main(argv=None):
     say(f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder} --text 'a sentence of yours'   |   "
         f"python finetune.py --task docs --ckpt {folder}")
     if args.preset == "demo":
-        say(f"this was the demo; the real run, on a GPU: python train.py --pe {args.pe} --objective {args.objective} --preset paper")
+        say("this was the demo; the real run, on a GPU: "
+            f"python train.py --pe {args.pe} --objective {args.objective} --preset paper")
 
 
 @contextlib.contextmanager
