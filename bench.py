@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from data import one_line_errors
+from data import HelpFormatter, one_line_errors
 from model import ALIASES, PE_NAMES, Encoder, EncoderConfig
 from objectives import ObjectiveConfig, Pretraining
 from train import PRESETS, Updater, autocast, keep_memory, peak_memory_mb, pick_device, pick_dtype
@@ -75,7 +75,7 @@ def compare(pe, args, device, dtype):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="python bench.py [flags]", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--pe", default="all", help="schemes, separated by commas, or all (default: %(default)s)")
     parser.add_argument("--objective", default="mlm", help="default: %(default)s")
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="sizes (default: %(default)s)")

@@ -27,6 +27,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import logging
 import lzma
 import os
 import re
@@ -201,6 +202,7 @@ def text_paragraphs(file):
 def hub_part(name, config, text_column, join):
     """A data set of the hub, streamed. Says beforehand what will be downloaded."""
     from datasets import load_dataset, load_dataset_builder
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)        # a line for each retry
     try:
         info = load_dataset_builder(name, config).info
     except Exception as error:
@@ -308,7 +310,8 @@ def bpe_state(source: Source) -> dict:
     ranks = train_bpe(collections.Counter({w.encode(): n for w, n in words.items()}), BPE_IDS)
     if len(ranks) < BPE_IDS:                    # a tiny corpus: fill up, so that the specials' ids do not move
         ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]
-    print(f"bpe: {BPE_IDS:,} ids from {n_words:,} different words in {time.time() - start:.0f} s")
+    longest = ", ".join(repr(token.decode("utf-8", "replace")) for token in sorted(ranks, key=len)[-4:])
+    print(f"bpe: {BPE_IDS:,} ids from {n_words:,} different words in {time.time() - start:.0f} s; the longest: {longest}")
     return tokenizer_state("bpe", GPT2_PATTERN, ranks)
 
 
@@ -403,6 +406,7 @@ def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text", 
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError, OSError."""
     if dataset == "docs" and (folder := newest_docs(cache, tokenizer)):
         return open_corpus(folder)
+    gpt2 = gpt2_state() if tokenizer == "gpt2" else None        # if it cannot be had, say so before the work
     if dataset == "docs":
         print("docs: reading the docstrings of the installed packages (half a minute)", flush=True)
     source = find_source(dataset, text_column, books)
@@ -411,7 +415,7 @@ def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text", 
         folder.mkdir(parents=True, exist_ok=True)
         state_file = folder / "tokenizer.json"
         if not state_file.exists():
-            write_json(state_file, bpe_state(source) if tokenizer == "bpe" else gpt2_state())
+            write_json(state_file, gpt2 or bpe_state(source))
         if source.labels:       # finetune.py --task docs wants the documents with their labels
             documents, _ = source.parts[0]
             write_json(folder / "docs.json", {"every": source.val_every, "rows": list(zip(source.labels, documents()))})
@@ -493,6 +497,12 @@ def write_json(file, value):
 
 # ---------------------------------------------------------------------------------------------------------
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """--help that reads like a page of a manual: the module's docstring as it stands, a flag a line."""
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30, width=118)
+
+
 def add_data_flags(parser):
     parser.add_argument("--dataset", help="docs, wikibooks, a glob of files ('books/*.jsonl.xz'), or a hub name[:config]")
     parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], help="bpe: trained on the corpus; gpt2: through tiktoken")
@@ -503,7 +513,7 @@ def add_data_flags(parser):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="python data.py [flags]", description=__doc__, formatter_class=HelpFormatter)
     add_data_flags(parser)
     args = parser.parse_args()
     dataset = args.dataset or "docs"

@@ -31,7 +31,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import DOCS_LIBRARIES, encoding_arguments, one_line_errors, prepare
+from data import DOCS_LIBRARIES, HelpFormatter, encoding_arguments, one_line_errors, prepare
 from model import Encoder, EncoderConfig, load
 from train import autocast, keep_memory, pick_device, pick_dtype
 
@@ -309,7 +309,7 @@ def make_encoder(ckpt, cache):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="python finetune.py [flags]", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--ckpt", help="run folder or checkpoint file (default: the newest under out/); scratch: untrained; "
                         "bow: bag of words")

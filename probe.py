@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from data import one_line_errors
+from data import HelpFormatter, one_line_errors
 from objectives import load_pretraining, stream
 
 
@@ -81,7 +81,7 @@ def try_text(model, text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="python probe.py [flags]", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--text", required=True, help="a sentence; with [MASK] for a model trained with mlm")
     parser.add_argument("--ckpt", help="run folder or checkpoint file (default: the newest under out/)")
     args = parser.parse_args(argv)

@@ -233,6 +233,18 @@ def test_docstrings_are_read_not_imported(tmp_path):
     assert list(data.docstrings(file)) == []
 
 
+def test_hub_data_sets_stream(tmp_path, capsys):
+    """The hub's code path, on a folder that `datasets` reads like one of its repositories."""
+    write_corpus(tmp_path / "train.jsonl", 7)
+    documents, _ = data.hub_part(str(tmp_path), None, "text", 1)
+    texts = [json.loads(line)["text"] for line in open(tmp_path / "train.jsonl")]
+    assert list(documents()) == texts and "GB to stream" in capsys.readouterr().out
+    documents, _ = data.hub_part(str(tmp_path), None, "text", 3)
+    assert list(documents()) == ["\n".join(texts[i:i + 3]) for i in (0, 3, 6)]
+    with pytest.raises(ValueError, match="no column 'body', only title, text"):
+        list(data.hub_part(str(tmp_path), None, "body", 1)[0]())
+
+
 def test_gpt2_tokenizer():
     try:
         state = data.gpt2_state()
@@ -1119,6 +1131,13 @@ def test_schedule():
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 0.8333, 0.6667, 0.5, 0.3333, 0.1667]
 
 
+@pytest.mark.parametrize("card, built, runs", [
+    ((7, 0), ["sm_70", "sm_80"], True), ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False), ((8, 6), ["sm_80"], True),
+    ((9, 0), ["sm_80", "sm_90a"], True), ((12, 0), ["sm_80", "compute_90"], True), ((12, 0), ["sm_80", "sm_90"], False)])
+def test_a_card_without_kernels_is_noticed(card, built, runs):
+    assert train.has_kernels(*card, built) is runs
+
+
 def test_weight_decay_spares_vectors():
     groups = train.make_optimizer(pretraining(double=False), train.parse_args([])).param_groups
     assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() < 2 for p in groups[1]["params"])
@@ -1441,6 +1460,17 @@ def test_mnli_reader_and_its_errors(tmp_path):
         finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
 
 
+def test_hub_rows(monkeypatch):
+    import datasets
+    rows = datasets.Dataset.from_list([{"premise": "a", "hypothesis": "b", "label": 2, "idx": 0}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: rows if (name, config, split) == (
+        "nyu-mll/glue", "mnli", "validation_matched") else None)
+    assert finetune.hub_rows("mnli", finetune.TASKS["mnli"], "validation_matched") == [(("a", "b"), 2)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
+    with pytest.raises(ValueError, match="--data_dir"):
+        finetune.hub_rows("mnli", finetune.TASKS["mnli"], "train")
+
+
 def test_encode_cuts_the_longest_first(corpus):
     tokenizer, cfg = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer)), EncoderConfig(vocab_size=8192)
     ids = finetune.encode(("the fox " * 30, "a dog"), tokenizer, cfg, 20)
@@ -1569,6 +1599,31 @@ def test_bench_writes_its_rows(tmp_path, capsys):
 
 # =========================================================================================================
 # README.md
+
+def readme_snippets():
+    return [block.split("```")[0] for block in (HERE / "README.md").read_text().split("```python\n")[1:]]
+
+
+def test_scheme_of_the_readme_works(monkeypatch):
+    monkeypatch.setattr(model_module, "COMPONENTS", dict(model_module.COMPONENTS))
+    snippet, = [text for text in readme_snippets() if "class Kerple" in text]
+    exec(snippet, model_module.__dict__)
+    for pe in ("kerple", "abs+kerple"):
+        encoder, tokens = tiny(pe), some_tokens()
+        pos = torch.arange(7).expand(3, 7).clone()
+        pos[:, 2] = UNKNOWN_POS
+        order = torch.tensor([0, 3, 1, 6, 2, 5, 4])
+        torch.testing.assert_close(encoder(tokens[:, order], pos[:, order]), encoder(tokens, pos)[:, order], rtol=0, atol=1e-9)
+        assert (encoder(tokens[:, order]) - encoder(tokens)[:, order]).abs().max() > 1e-3
+
+
+def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path):
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "3")
+    snippet, = [text for text in readme_snippets() if "from model import load" in text]
+    names = {}
+    exec(snippet.replace("out/docs-demo-tupe_r-mlm-s1337", str(tmp_path / "run")), names)
+    assert names["vector"].shape == (16,) and names["vector"].isfinite().all()
+
 
 def test_commands_of_the_readme_parse():
     """Every `python X.py ..` line of the README is accepted by X's own parser."""

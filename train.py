@@ -17,7 +17,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -33,7 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from data import Batches, add_data_flags, encoding_arguments, one_line_errors, prepare, write_json
+try:
+    import resource  # peak memory on a CPU; not there on Windows
+except ImportError:
+    resource = None
+
+from data import Batches, Corpus, HelpFormatter, add_data_flags, encoding_arguments, one_line_errors, prepare, write_json
 from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint, warm_start
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, parse_objective, stream
 
@@ -63,9 +67,16 @@ FREE_FLAGS = {"resume", "out_dir", "cache", "device", "dtype", "compile", "log_e
 # ---------------------------------------------------------------------------------------------------------
 # Flags
 
+def presets_text():
+    rows = [f"  {name:8}{p['n_layer']:>2} layers of {p['d_model']}, rows of {p['block_size']}, lr {p['lr']:g}, "
+            f"batch {p['batch_size'] * p['grad_accum']:,}, {p['steps']:,} steps, {p['dataset']}" for name, p in PRESETS.items()]
+    return "presets:\n" + "\n".join(rows)
+
+
 def parse_args(argv=None):
     """Flags over preset over defaults -> namespace with every value set. Exits with 2 on a mistake."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="python train.py [flags]", description=__doc__, epilog=presets_text(),
+                                     formatter_class=HelpFormatter)
     of, enc = ObjectiveConfig, EncoderConfig
     group = parser.add_argument_group("what is trained")
     group.add_argument("--pe", default=enc.pe, help=f"positional scheme (default: %(default)s): {', '.join(PE_NAMES)}; "
@@ -231,6 +242,8 @@ def peak_flops(device):
 def peak_memory_mb(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
+    if resource is None:
+        return None
     kilo = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilo / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
 
@@ -383,7 +396,7 @@ class Log:
             return
         lines = [json.dumps(first)]
         if step and self.file.exists():         # resumed: what was logged after the checkpoint is made again
-            lines += [line for line in self.file.read_text().splitlines()[1:] if json.loads(line)["step"] <= step]
+            lines += [line for line in self.file.read_text().splitlines()[1:] if logged_step(line) <= step]
         self.file.write_text("\n".join(lines) + "\n")
 
     def __call__(self, text, **row):
@@ -392,6 +405,13 @@ class Log:
         tqdm.write(text)
         with open(self.file, "a") as handle:
             handle.write(json.dumps(row) + "\n")
+
+
+def logged_step(line):
+    try:
+        return json.loads(line)["step"]
+    except ValueError:          # a line that a crash cut short
+        return math.inf
 
 
 def unigram_entropy(corpus):
@@ -429,125 +449,7 @@ def evaluate(model, corpus, cast, device):
 
 
 # ---------------------------------------------------------------------------------------------------------
-
-def main(argv=None):
-    args = parse_args(argv)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    quiet = rank > 0
-    keep_memory()
-    say = (lambda *a: None) if quiet else (lambda *a: print(*a, flush=True))
-    with one_line_errors():
-        cfg_of = {f.name: getattr(args, f.name) for f in dataclasses.fields(ObjectiveConfig)}
-        shape = dict(n_layer=args.n_layer, n_head=args.n_head, d_model=args.d_model, d_ff=args.d_ff, max_len=args.block_size,
-                     dropout=args.dropout, attn_dropout=args.dropout, pe=args.pe)
-        objective_cfg, _ = ObjectiveConfig(**cfg_of), EncoderConfig(**shape)        # mistakes show before data is prepared
-        device = pick_device(args.device)
-        dtype, why = pick_dtype(device, args.dtype)
-        folder = Path(args.out_dir or default_out_dir(args))
-        if (folder / "ckpt.pt").exists() and not args.resume:
-            raise ValueError(f"{folder} holds a run already: go on with --resume, or name another folder with --out_dir")
-        if world > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        with first_rank_first(rank, world):
-            corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
-        batches = Batches(corpus, args.block_size, args.seed)
-        torch.manual_seed(args.seed)
-        model = Pretraining(Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape)), objective_cfg).to(device)
-        updater = Updater(model, args, dtype)
-        meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
-                "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
-                "git": git_commit(), "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
-        step = resume(folder, model, updater, meta) if args.resume and (folder / "ckpt.pt").exists() else 0
-        if args.init_from and not step:
-            tell_warm_start(model, args.init_from, meta, say)
-        folder.mkdir(parents=True, exist_ok=True)
-    cast = lambda: autocast(device, dtype)                                          # noqa: E731
-    baselines = model.baselines(unigram_entropy(corpus))
-    facts = {key: value for key, value in meta.items() if key != "tokenizer"}
-    log = Log(folder, {**facts, "baselines": baselines}, step, quiet)
-    if not quiet:
-        write_json(folder / "config.json", facts)
-        write_json(folder / "tokenizer.json", corpus.tokenizer)
-
-    n_micro = args.grad_accum * world
-    net, note = model, ""
-    if args.compile if args.compile is not None else device.type == "cuda":
-        note = ", compiled" if can_compile(device) else ", not compiled: no compiler here"
-    if world > 1:
-        net = DistributedDataParallel(net, device_ids=[device.index] if device.type == "cuda" else None)
-    if note == ", compiled":
-        net = torch.compile(net)
-    flops = count_flops(model, batches, args, cast, device) * n_micro
-    peak = peak_flops(device) if dtype != torch.float32 else None
-    n_params = sum(p.numel() for p in model.parameters())
-    say(f"{args.pe}, {args.objective}: {n_params / 1e6:.2f} M parameters, {args.n_layer} layers of {args.d_model}; rows of "
-        f"{args.block_size}, {args.batch_size * n_micro} an update; {args.steps:,} steps, "
-        f"{args.steps * args.batch_size * n_micro / batches.n:.1f} epochs of {batches.n:,} rows")
-    say(f"{device}, {str(dtype).removeprefix('torch.')} ({why}){note}; {flops / 1e9:.0f} GFLOP a step; the run lives in {folder}")
-    say("baselines (nats): " + ", ".join(f"{name} {value:.3f}" for name, value in baselines.items()))
-    if step:
-        say(f"resumed at step {step}")
-
-    signals, model_is_saved = Signals(), step
-    total, interval_start, interval_step = torch.zeros((), device=device), time.perf_counter(), step
-    bar = tqdm(total=args.steps, initial=step, unit="step", disable=None if not quiet else True, leave=False)
-    model.train()
-    while step < args.steps:
-        try:
-            for accum in range(args.grad_accum):
-                micro = accum * world + rank
-                tokens = torch.from_numpy(batches(step * n_micro + micro, args.batch_size)).to(device, non_blocking=True)
-                batch = model.corrupt(tokens, args.seed, step, micro)
-                torch.manual_seed(stream("cpu", args.seed, step, micro, "dropout").initial_seed())
-                with net.no_sync() if world > 1 and accum < args.grad_accum - 1 else contextlib.nullcontext():
-                    with cast():
-                        loss, scalars = net(batch)
-                    updater.scaler.scale(loss / args.grad_accum).backward()
-                total += loss.detach() / args.grad_accum
-            updater.step()
-        except torch.OutOfMemoryError:
-            stop(1, f"out of memory at step {step}: lower --batch_size (and raise --grad_accum by as much), --block_size or "
-                 f"--d_model; the last checkpoint is of step {model_is_saved}")
-        step += 1
-        bar.update()
-        at_eval = step % args.eval_every == 0 or step == args.steps
-        if step % args.log_every == 0 or at_eval or signals.received:
-            loss_now = float(total) / (step - interval_step)                        # the host waits here, and only here
-            updater.check(step, log.losses + [loss_now])
-            seconds = (time.perf_counter() - interval_start) / (step - interval_step)
-            rate = args.batch_size * n_micro * args.block_size / seconds
-            row = dict(step=step, loss=loss_now, lr=float(updater.lr()), ms_per_step=1e3 * seconds, tokens_per_s=rate,
-                       **{name: float(value) for name, value in scalars.items()}, peak_mem_mb=peak_memory_mb(device))
-            text = (f"step {step:>6}/{args.steps}  loss {loss_now:.4f}" + parts_text(scalars) + f"  lr {row['lr']:.1e}  "
-                    f"{1e3 * seconds:.0f} ms/step  {rate / 1e3:.1f}k tokens/s")
-            if peak:
-                row["mfu"] = flops / seconds / (peak * world)
-                text += f"  MFU {100 * row['mfu']:.0f}%"
-            if at_eval and not quiet:
-                row.update(evaluate(model, corpus, cast, device))
-                text += f"  val {row['val_loss']:.4f}{beside(row['val_loss'], baselines)}"
-            log(text + f"  {row['peak_mem_mb'] / 1024:.1f} GB", **row)
-            log.losses.append(loss_now)
-            leave = agree(signals.received, device, world)
-            if not quiet and (at_eval or leave):
-                save(folder, step, model, updater, meta, bool(args.keep_every and step % args.keep_every == 0))
-                model_is_saved = step
-            if leave:
-                say(f"stopped at step {step}, saved in {folder}; go on with the same command and --resume")
-                sys.exit(128 + leave)
-            total.zero_()
-            interval_start, interval_step = time.perf_counter(), step
-        elif args.keep_every and step % args.keep_every == 0 and not quiet:
-            save(folder, step, model, updater, meta, keep=True)
-    bar.close()
-    if world > 1:
-        dist.destroy_process_group()
-    say(f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder} --text 'a sentence of yours'   |   "
-        f"python finetune.py --task docs --ckpt {folder}")
-    if args.preset == "demo":
-        say("this was the demo; the real run, on a GPU: "
-            f"python train.py --pe {args.pe} --objective {args.objective} --preset paper")
-
+# Processes and small things
 
 @contextlib.contextmanager
 def first_rank_first(rank, world):
@@ -574,13 +476,201 @@ def parts_text(scalars):
 
 
 @torch.no_grad()
-def count_flops(model, batches, args, cast, device):
+def count_flops(run):
     """Operations of one micro-batch, forward and backward (three times the forward), counted by PyTorch."""
-    batch = model.corrupt(torch.from_numpy(batches(0, args.batch_size)).to(device), args.seed, 0, 0)
-    counter = FlopCounterMode(display=False)
-    with counter, cast():
-        model(batch)
+    rows = run.batches(0, run.args.batch_size)
+    batch = run.model.corrupt(torch.from_numpy(rows).to(run.device), run.args.seed, 0, 0)
+    with FlopCounterMode(display=False) as counter, run.cast():
+        run.model(batch)
     return 3 * counter.get_total_flops()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The run
+
+@dataclasses.dataclass
+class Run:
+    """What the loop works with."""
+    args: argparse.Namespace
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype
+    folder: Path
+    corpus: Corpus
+    batches: Batches
+    model: Pretraining
+    updater: Updater
+    meta: dict              # what a checkpoint holds beside the weights
+    step: int = 0           # updates already made
+    saved: int = 0          # step of the last checkpoint
+    net: torch.nn.Module = None     # the model, wrapped and compiled
+    baselines: dict = None
+    flops: int = 0          # of one update, over all processes
+    log: Log = None
+
+    @property
+    def n_micro(self):
+        return self.args.grad_accum * self.world
+
+    def cast(self):
+        return autocast(self.device, self.dtype)
+
+    def say(self, text):
+        if self.rank == 0:
+            print(text, flush=True)
+
+
+def set_up(args) -> Run:
+    """Everything that a user's mistake can break, before anything is written. Raises ValueError, OSError."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    objective = ObjectiveConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ObjectiveConfig)})
+    shape = dict(n_layer=args.n_layer, n_head=args.n_head, d_model=args.d_model, d_ff=args.d_ff, max_len=args.block_size,
+                 dropout=args.dropout, attn_dropout=args.dropout, pe=args.pe)
+    EncoderConfig(**shape)                      # a wrong shape shows before data is prepared
+    device = pick_device(args.device)
+    dtype, _ = pick_dtype(device, args.dtype)
+    folder = Path(args.out_dir or default_out_dir(args))
+    resuming = (folder / "ckpt.pt").exists()
+    if resuming and not args.resume:
+        raise ValueError(f"{folder} holds a run already: go on with --resume, or name another folder with --out_dir")
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    with first_rank_first(rank, world):
+        corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
+    batches = Batches(corpus, args.block_size, args.seed)
+    torch.manual_seed(args.seed)
+    model = Pretraining(Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape)), objective).to(device)
+    meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
+            "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
+            "git": git_commit(), "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
+    run = Run(args, rank, world, device, dtype, folder, corpus, batches, model, Updater(model, args, dtype), meta)
+    if resuming:
+        run.step = run.saved = resume(folder, model, run.updater, meta)
+    elif args.init_from:
+        tell_warm_start(model, args.init_from, meta, run.say)
+    return run
+
+
+def start(run):
+    """Open the run's folder and log, wrap and compile the model, and say what will happen."""
+    args, model = run.args, run.model
+    run.baselines = model.baselines(unigram_entropy(run.corpus))
+    facts = {key: value for key, value in run.meta.items() if key != "tokenizer"}
+    run.folder.mkdir(parents=True, exist_ok=True)
+    run.log = Log(run.folder, {**facts, "baselines": run.baselines}, run.step, run.rank > 0)
+    if run.rank == 0:
+        write_json(run.folder / "config.json", facts)
+        write_json(run.folder / "tokenizer.json", run.corpus.tokenizer)
+    run.flops = count_flops(run) * run.n_micro
+    run.net = model
+    if run.world > 1:
+        run.net = DistributedDataParallel(model, device_ids=[run.device.index] if run.device.type == "cuda" else None)
+    compiled = ""
+    if args.compile if args.compile is not None else run.device.type == "cuda":
+        compiled = ", compiled" if can_compile(run.device) else ", not compiled: no compiler here"
+    if compiled == ", compiled":
+        run.net = torch.compile(run.net)
+    rows = args.batch_size * run.n_micro
+    run.say(f"{args.pe}, {args.objective}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {args.n_layer} "
+            f"layers of {args.d_model}; rows of {args.block_size}, {rows} an update; {args.steps:,} steps, "
+            f"{args.steps * rows / run.batches.n:.1f} epochs of {run.batches.n:,} rows")
+    _, why = pick_dtype(run.device, args.dtype)
+    run.say(f"{run.device}, {str(run.dtype).removeprefix('torch.')} ({why}){compiled}; {run.flops / 1e9:.0f} GFLOP a step; "
+            f"the run lives in {run.folder}")
+    run.say("baselines (nats): " + ", ".join(f"{name} {value:.3f}" for name, value in run.baselines.items()))
+    if run.step:
+        run.say(f"resumed at step {run.step}")
+
+
+def update(run, step):
+    """One update: micro-batches forward and backward, then the optimiser -> mean loss (), scalars of the last one.
+
+    Data, corruption and dropout are functions of (seed, step, micro), so a resumed run needs no generator's state, and
+    2 processes compute what 1 does with twice the accumulation.
+    """
+    args, total = run.args, 0
+    for accum in range(args.grad_accum):
+        micro = accum * run.world + run.rank
+        tokens = torch.from_numpy(run.batches(step * run.n_micro + micro, args.batch_size)).to(run.device, non_blocking=True)
+        batch = run.model.corrupt(tokens, args.seed, step, micro)
+        torch.manual_seed(stream("cpu", args.seed, step, micro, "dropout").initial_seed())
+        last = accum == args.grad_accum - 1
+        with contextlib.nullcontext() if last or run.world == 1 else run.net.no_sync():
+            with run.cast():
+                loss, scalars = run.net(batch)
+            run.updater.scaler.scale(loss / args.grad_accum).backward()
+        total += loss.detach() / args.grad_accum
+    run.updater.step()
+    return total, scalars
+
+
+def train(run):
+    """The loop: update, now and then a log line, validation and a checkpoint."""
+    args, step, signals = run.args, run.step, Signals()
+    total, since, began = torch.zeros((), device=run.device), step, time.perf_counter()
+    bar = tqdm(total=args.steps, initial=step, unit="step", disable=None if run.rank == 0 else True, leave=False)
+    run.model.train()
+    while step < args.steps:
+        loss, scalars = update(run, step)
+        total += loss
+        step += 1
+        bar.update()
+        at_eval = step % args.eval_every == 0 or step == args.steps
+        keep = args.keep_every and step % args.keep_every == 0
+        # One process stops at once; several have to agree, at a log line that all of them reach.
+        if step % args.log_every == 0 or at_eval or keep or (signals.received and run.world == 1):
+            mean_loss = float(total) / (step - since)                   # the host waits here, and only here
+            run.updater.check(step, [*run.log.losses, mean_loss])
+            write_log(run, step, mean_loss, scalars, (time.perf_counter() - began) / (step - since), at_eval)
+            leave = agree(signals.received, run.device, run.world)
+            if run.rank == 0 and (at_eval or keep or leave):
+                save(run.folder, step, run.model, run.updater, run.meta, keep)
+                run.saved = step
+            if leave:
+                run.say(f"stopped at step {step}, saved in {run.folder}; go on with the same command and --resume")
+                sys.exit(128 + leave)
+            total.zero_()
+            since, began = step, time.perf_counter()
+    bar.close()
+
+
+def write_log(run, step, loss, scalars, seconds, at_eval):
+    """One line on the terminal and in log.jsonl; validation where it is due."""
+    args = run.args
+    rate = args.batch_size * run.n_micro * args.block_size / seconds
+    row = dict(step=step, loss=loss, lr=float(run.updater.lr()), ms_per_step=1e3 * seconds, tokens_per_s=rate,
+               **{name: float(value) for name, value in scalars.items()}, peak_mem_mb=peak_memory_mb(run.device))
+    text = (f"step {step:>6}/{args.steps}  loss {loss:.4f}{parts_text(scalars)}  lr {row['lr']:.1e}  "
+            f"{1e3 * seconds:.0f} ms/step  {rate / 1e3:.1f}k tokens/s")
+    if (peak := peak_flops(run.device)) and run.dtype != torch.float32:
+        row["mfu"] = run.flops / seconds / (peak * run.world)
+        text += f"  MFU {100 * row['mfu']:.0f}%"
+    if at_eval and run.rank == 0:
+        row.update(evaluate(run.model, run.corpus, run.cast, run.device))
+        text += f"  val {row['val_loss']:.4f}{beside(row['val_loss'], run.baselines)}"
+    run.log.losses.append(loss)
+    run.log(text + (f"  {row['peak_mem_mb'] / 1024:.1f} GB" if row["peak_mem_mb"] else ""), **row)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    keep_memory()
+    with one_line_errors():
+        run = set_up(args)
+    start(run)
+    try:
+        train(run)
+    except torch.OutOfMemoryError:
+        stop(1, f"out of memory: lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model; the last "
+             f"checkpoint is of step {run.saved}")
+    if run.world > 1:
+        dist.destroy_process_group()
+    run.say(f"done: {run.folder}/ckpt.pt\nnext: python probe.py --ckpt {run.folder} --text 'a sentence of yours'   |   "
+            f"python finetune.py --task docs --ckpt {run.folder}")
+    if args.preset == "demo":
+        run.say("this was the demo; the real run, on a GPU: "
+                f"python train.py --pe {args.pe} --objective {args.objective} --preset paper")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""The tables of RESULTS.md and the pictures, from the raw rows in this folder.
+
+    python results/tables.py                            # print the tables, draw the pictures
+    python results/tables.py collect schemes out/*      # run folders -> results/schemes.jsonl, a row a run
+
+schemes.jsonl   pre-training runs        finetune.jsonl  fine-tuning runs (results.jsonl of run folders)
+bench.json      bench.py --json          pplm.jsonl      the log of the run in the README's figure
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+KEPT = ("pe", "objective", "preset", "seed", "steps", "lr", "block_size", "batch_size")
+
+
+def read(name):
+    file = HERE / name
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def collect(name, folders):
+    """A row a run: its flags, its last validation, its data and versions; no path of the machine."""
+    rows = []
+    for folder in map(Path, folders):
+        first, *lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        last = [line for line in lines if "val_loss" in line][-1]
+        rows.append({**{key: first["args"][key] for key in KEPT}, "trained_steps": last["step"], "loss": last["loss"],
+                     "val_loss": last["val_loss"], "baselines": first["baselines"],
+                     "data": first["data"]["source"].get("hash") or first["data"]["source"].get("files"),
+                     "tokens": first["data"]["tokens"]["train"], "torch": first["versions"]["torch"]})
+    (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{len(rows)} rows -> results/{name}.jsonl")
+
+
+def by_scheme(objective):
+    """{pe: its rows}, in the order they were run."""
+    found = {}
+    for row in read("schemes.jsonl"):
+        if row["objective"] == objective:
+            found.setdefault(row["pe"], []).append(row)
+    return found
+
+
+def scheme_tables():
+    bench = json.loads((HERE / "bench.json").read_text()) if (HERE / "bench.json").exists() else {"rows": []}
+    cost = {row["pe"]: row for row in bench["rows"]}
+    pplm = by_scheme("pplm")
+    print("\n| pe | parameters added | step, to abs | mlm: validation loss (min - max of 3 seeds) | "
+          "pplm: validation loss | below prior |")
+    print("|---|---|---|---|---|---|")
+    for pe, rows in by_scheme("mlm").items():
+        losses = [row["val_loss"] for row in rows]
+        spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
+        added = f"{cost[pe]['parameters_added']:,}" if pe in cost else ""
+        ratio = f"{cost[pe]['ratio_to_abs']:.2f}" if pe in cost else ""
+        ordered = " | "
+        if pe in pplm:
+            loss = pplm[pe][0]["val_loss"]
+            ordered = f"{loss:.3f} | {pplm[pe][0]['baselines']['prior'] - loss:.3f}"
+        print(f"| `{pe}` | {added} | {ratio} | {statistics.median(losses):.3f}{spread} | {ordered} |")
+
+
+def finetune_table():
+    groups = {}
+    for row in read("finetune.jsonl"):
+        groups.setdefault((row["task"], row["from"]), []).append(row)
+    print("\n| task | from | metric | median | min - max | majority | seeds | s a run |\n|---|---|---|---|---|---|---|---|")
+    for (task, source), rows in groups.items():
+        for metric in rows[0]["metrics"]:
+            values = [row["metrics"][metric] for row in rows]
+            majority = f"{rows[0]['majority']:.3f}" if metric == "accuracy" else "0"
+            print(f"| {task} | {source} | {metric} | {statistics.median(values):.3f} | {min(values):.3f} - {max(values):.3f} | "
+                  f"{majority} | {len(rows)} | {statistics.mean(row['seconds'] for row in rows):.0f} |")
+
+
+def draw_pplm():
+    """pplm's loss against steps, with the lines of its baselines."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    first, *lines = read("pplm.jsonl")
+    figure, axes = plt.subplots(figsize=(7, 3.8), dpi=130)
+    axes.plot([x["step"] for x in lines], [x["loss"] for x in lines], color="#0072B2", label="training")
+    val = [x for x in lines if "val_loss" in x]
+    axes.plot([x["step"] for x in val], [x["val_loss"] for x in val], "o", color="#D55E00", label="validation")
+    for name, value in first["baselines"].items():
+        axes.axhline(value, color="grey", lw=0.8, ls="--")
+        axes.text(lines[-1]["step"] * 1.01, value, name, va="center", fontsize=9)
+    axes.set(xlabel="step", ylabel="loss, nats a pair", xlim=(0, lines[-1]["step"]))
+    axes.legend(loc="center right", frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(HERE / "pplm.png")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["collect"]:
+        collect(sys.argv[2], sys.argv[3:])
+    else:
+        scheme_tables()
+        finetune_table()
+        if read("pplm.jsonl"):
+            draw_pplm()
