@@ -521,12 +521,10 @@ class PositionalScheme(nn.Module):
             bias = bias.masked_fill(masked, float("-inf"))
         return None if bias is None else bias.to(dtype).contiguous()
 
-    def terms(self, q, k, pos, layer, mask):
+    def terms(self, q, k, pos, relative, mask):
         """-> q, k edited and q scaled, so that the logits are q k^T + the third value (or None)."""
-        edited = self.call("edit_qk", q, k, pos)
-        q, k = edited if edited is not None else (q, k)
+        q, k = self.call("edit_qk", q, k, pos) or (q, k)
         q = q * self.scale
-        relative = self.call("relative", pos, layer)
         if relative is not None:
             # q_i . a_r for all R rows, then each pair picks its row: never an (L, L, D) tensor.
             index, key_table, _ = relative
@@ -535,25 +533,25 @@ class PositionalScheme(nn.Module):
             mask = term if mask is None else term + mask
         return q, k, mask
 
-    def logits(self, q, k, pos, layer, mask):
-        q, k, mask = self.terms(q, k, pos, layer, mask)
+    def logits(self, q, k, pos, relative, mask):
+        q, k, mask = self.terms(q, k, pos, relative, mask)
         scores = q @ k.transpose(-1, -2)                                            # (B, H, L, L)
         return scores if mask is None else scores + mask
 
     def attend(self, q, k, v, pos, layer, mask, dropout):
         """Softmax attention -> (B, H, L, D)."""
         relative = self.call("relative", pos, layer)
-        value_table = None if relative is None else relative[2]
+        index, _, value_table = relative or (None, None, None)
         if q.is_cuda and value_table is None:
-            q, k, mask = self.terms(q, k, pos, layer, mask)
+            q, k, mask = self.terms(q, k, pos, relative, mask)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=1.0)
         # On a CPU a plain softmax beats the library call at D = 16 (45 against 54 ms a layer).
-        A = F.dropout(self.logits(q, k, pos, layer, mask).softmax(-1), dropout)     # (B, H, L, L)
+        A = F.dropout(self.logits(q, k, pos, relative, mask).softmax(-1), dropout)  # (B, H, L, L)
         out = A @ v
         if value_table is not None:
             # sum_j A_ij a_r(ij): first the weight that each row i gives to each offset, then one product.
             B, H, L, _ = A.shape
-            weight = A.new_zeros(B, H, L, len(value_table)).scatter_add(-1, expand_index(relative[0], A), A)
+            weight = A.new_zeros(B, H, L, len(value_table)).scatter_add(-1, expand_index(index, A), A)
             out = out + weight @ value_table.to(weight.dtype)
         return out
 
@@ -639,7 +637,7 @@ class Encoder(nn.Module):
 
         q, k (B, H, L, D); pos (1 or B, L); layer an index, or the pair head's own table -> (B, H, L, L).
         """
-        return self.pe.logits(q, k, pos, layer, self.pe.mask(pos, None, False, q.dtype))
+        return self.pe.logits(q, k, pos, self.pe.call("relative", pos, layer), self.pe.mask(pos, None, False, q.dtype))
 
     @torch.no_grad()
     def attention(self, tokens, layer=0, pos=None, pad=None):
@@ -649,7 +647,7 @@ class Encoder(nn.Module):
         x, pos, mask = self._run(tokens, pos, pad, False, layer)
         q, k, _ = self.blocks[layer].heads(x)
         self.train(was_training)
-        return self.pe.logits(q, k, pos, layer, mask).softmax(-1)
+        return self.pe.logits(q, k, pos, self.pe.call("relative", pos, layer), mask).softmax(-1)
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -524,8 +524,8 @@ def test_every_parameter_gets_a_gradient(pe):
     for name, p in encoder.named_parameters():
         assert p.grad is not None, name
         if name.endswith("qkv.bias"):       # softmax cancels a key bias: it adds the same to a whole row
-            key = p.grad.chunk(3)[1]
-            assert "rope" in pe or "rel" in pe or "rsin" in pe or "rlsin" in pe or pe == "bert_ad" or key.abs().max() < 1e-9, name
+            key = p.grad.chunk(3)[1].abs().max()
+            assert (key > 1e-9) == ("rope" in pe), "only a rotated bias is not the same for all keys"
             assert all(g.abs().max() > 1e-9 for g in (p.grad.chunk(3)[0], p.grad.chunk(3)[2])), name
         elif name.endswith("theta"):
             assert p.grad[0].abs().max() < 1e-9 < p.grad[1].abs().max(), "theta_1 fills a row: softmax cancels it"
@@ -1610,6 +1610,8 @@ def test_scheme_of_the_readme_works(monkeypatch):
     exec(snippet, model_module.__dict__)
     for pe in ("kerple", "abs+kerple"):
         encoder, tokens = tiny(pe), some_tokens()
+        with torch.no_grad():           # tiny() makes matrices ten times larger, these (H, 1, 1) too
+            encoder.pe.parts["kerple"].a.fill_(0.5)
         pos = torch.arange(7).expand(3, 7).clone()
         pos[:, 2] = UNKNOWN_POS
         order = torch.tensor([0, 3, 1, 6, 2, 5, 4])
@@ -1618,7 +1620,7 @@ def test_scheme_of_the_readme_works(monkeypatch):
 
 
 def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path):
-    run_train(corpus_file, cache, tmp_path / "run", "--steps", "3")
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "3", "--block_size", "64")
     snippet, = [text for text in readme_snippets() if "from model import load" in text]
     names = {}
     exec(snippet.replace("out/docs-demo-tupe_r-mlm-s1337", str(tmp_path / "run")), names)
@@ -1634,11 +1636,11 @@ def test_commands_of_the_readme_parse():
         r"(?:python|torchrun --nproc_per_node \d+) (?:train|finetune|data|probe|bench)\.py[^`\n|#&)]*",
         (HERE / "README.md").read_text(),
     )
-    assert len(lines) > 10
+    assert len(lines) >= 8
     for line in lines:
         words = shlex.split(line)
         script = next(word for word in words if word.endswith(".py"))
-        flags = words[words.index(script) + 1:]
+        flags = [word for word in words[words.index(script) + 1:] if word != "--help"]
         if script == "train.py":
             train.parse_args(flags)
         elif script == "finetune.py":
