@@ -49,6 +49,7 @@ BPE_SAMPLE = 50_000_000         # characters of text that the BPE is trained on
 SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare2]", "[spare3]")
 PIECE = 100_000                 # characters given to the tokenizer at once: bounds memory for endless lines
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
+GROUP = 2_000_000               # characters of all documents that are tokenised together
 BOOKS_ROWS = 1000               # BookCorpus mirrors hold a sentence a row: this many make a document
 
 
@@ -441,7 +442,7 @@ def tokenize(source, state, folder, dataset):
     bar = tqdm(total=sum(size for _, size in source.parts) or None, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}")
     every_text = (text for documents, _ in source.parts for text in documents())
     with bar, files["train"], files["val"], removed(folder / "train.tmp", folder / "val.tmp"):
-        for group in batched((text for text in every_text if text.strip()), 256):
+        for group in groups(text for text in every_text if text.strip()):
             cut = [list(pieces(text)) for text in group]
             ids = iter(encoding.encode_ordinary_batch([p for text in cut for p in text], num_threads=os.cpu_count() or 1))
             for text, text_pieces in zip(group, cut):
@@ -465,6 +466,19 @@ def tokenize(source, state, folder, dataset):
     write_json(folder / "meta.json", meta)
     print(f"tokens: {document + 1:,} documents, {counts['train']:,} tokens to train on, {counts['val']:,} to validate on")
     print(f"the first ones: {encoding.decode(example)!r}")
+
+
+def groups(texts):
+    """Lists of texts with about GROUP characters together: enough for every thread, and it bounds the memory."""
+    group, size = [], 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @contextmanager

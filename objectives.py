@@ -1,10 +1,13 @@
 """Pre-training objectives: what is hidden from the encoder, and how its answer is scored.
 
-name    from     what is corrupted                      what is predicted
-mlm     BERT     15% of the tokens (80% [MASK],         the token, at those places only
-                 10% random, 10% kept)
-pplm    P0 3.1   the positions of 60% of the tokens,    the true offset of all ordered pairs i != j
-                 permuted among themselves
+name          from     what is corrupted                    what is predicted
+mlm           BERT     15% of the tokens (80% [MASK],       the token, at those places only
+                       10% random, 10% kept)
+pmlm          P0 3.1   the positions of 60% of the tokens,  the true offset of ordered pairs with a hidden end
+                       hidden
+pplm          P0 3.1   the same, permuted among themselves  the true offset of all ordered pairs i != j
+pplm_some     P0 3.1   the same                             that of the pairs whose two ends really moved
+pplm_binary   P0 3.1   the same                             is the pair's given offset its true one?
 
 Joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. An objective has two halves:
 
@@ -31,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import (
     N_SPECIALS,
+    UNKNOWN_POS,
     Encoder,
     EncoderConfig,
     XavierLinear,
@@ -48,7 +52,7 @@ class ObjectiveConfig:
     """The one home of every default of the objectives. Raises ValueError on a rate that cannot be."""
     objective: str = "mlm"
     mask_rate: float = 0.15     # mlm: share of tokens selected
-    pos_rate: float = 0.60      # pplm: share of positions permuted (P0)
+    pos_rate: float = 0.60      # share of positions hidden or permuted (P0)
 
     def __post_init__(self):
         for name in ("mask_rate", "pos_rate"):
@@ -181,12 +185,18 @@ class PairHead(nn.Module):
 class PPLM(Objective):
     """Position-permutation language modelling (P0 sec 3.1): 60% of the tokens trade places, in position only.
 
-    Class of the pair (i, j): its true offset j - i, plus L - 1.
+    Every ordered pair i != j of ordinary tokens is scored; its class is its true offset j - i, plus L - 1. The other
+    position objectives are this one with another corruption, other pairs or another label.
     """
+    name = "pplm"
+
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
         self.L = encoder.config.max_len
-        self.head = PairHead(encoder, 2 * self.L - 1)
+        self.head = PairHead(encoder, self.n_class())
+
+    def n_class(self):
+        return 2 * self.L - 1
 
     def check(self, L):
         if round(self.cfg.pos_rate * (L - 2)) < 2:
@@ -197,74 +207,135 @@ class PPLM(Objective):
         B, L = batch["tokens"].shape
         true = torch.arange(L, device=batch["tokens"].device).expand(B, L)
         slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)
+        batch["pos"] = self.new_positions(true, slots, valid, generator)
+
+    def new_positions(self, true, slots, valid, generator):
+        """true (B, L), selected slots and whether they are valid (B, k) -> positions (B, L)."""
         order = torch.rand(slots.shape, generator=generator, device=slots.device)
         order = torch.where(valid, order, 2.0 + torch.arange(slots.size(1), device=slots.device))   # these stay put
         donors = slots.gather(1, order.argsort(1))
-        batch["pos"] = true.scatter(1, slots, true.gather(1, donors))
+        return true.scatter(1, slots, true.gather(1, donors))
+
+    def scored(self, touched_i, touched_j):
+        """Which pairs count, given whether each end's position is not its true one (it moved, or is hidden)."""
+        return True
+
+    def label(self, true, given):
+        """Class of a pair, from its true and its given offset."""
+        return true + self.L - 1
 
     def pair_logits(self, encoder, hidden, pos):
-        """All pairs of inner places at once -> (B, n, n, 2L-1). For short rows; loss works in chunks."""
+        """All pairs of inner places at once -> (B, n, n, n_class). For short rows; loss works in chunks."""
         return self.head.psi(self.head.scores(encoder, hidden, pos))
 
     def loss(self, encoder, hidden, batch):
         s = self.head.scores(encoder, hidden, batch["pos"])                         # (B, n, n, H)
-        eligible = batch["eligible"][:, 1:-1]                                       # (B, n)
+        eligible, pos = batch["eligible"][:, 1:-1], batch["pos"][:, 1:-1]           # (B, n)
         B, n = eligible.shape
         rows = self.head.chunk_rows(B, n)
         recompute = rows < n and torch.is_grad_enabled()    # in the backward pass, one chunk alive at a time
         sums = 0
         for start in range(0, n, rows):
-            chunk = (s[:, start:start + rows], eligible, start)
+            chunk = (s[:, start:start + rows], eligible, pos, start)
             sums = sums + (checkpoint(self.chunk_sums, *chunk, use_reentrant=False, preserve_rng_state=False)
                            if recompute else self.chunk_sums(*chunk))
         total, n_right, n_pairs = sums
-        scalars = {} if self.training else {"pplm_accuracy": n_right / n_pairs}
+        scalars = {} if self.training else {f"{self.name}_accuracy": n_right / n_pairs.clamp(min=1)}
         return total / n_pairs.clamp(min=1), scalars
 
-    def chunk_sums(self, s, eligible, start):
+    def chunk_sums(self, s, eligible, pos, start):
         """Query rows start.. of the scores (B, r, n, H) -> (3,): summed loss, right answers, pairs."""
         B, r, n, _ = s.shape
-        i = torch.arange(start, start + r, device=s.device)[:, None]                # (r, 1)
-        j = torch.arange(n, device=s.device)
-        label = (j - i + self.L - 1).expand(B, r, n)
-        weight = (eligible[:, start:start + r, None] & eligible[:, None] & (i != j)).float()    # (B, r, n)
-        logits = self.head.psi(s).float()                                           # (B, r, n, 2L-1)
+        place = torch.arange(n, device=s.device)
+        touched, mine = pos != place + 1, slice(start, start + r)                   # [CLS] has position 0
+        i, true = place[mine, None], place - place[mine, None]                      # (r, 1), (r, n)
+        label = self.label(true, pos[:, None] - pos[:, mine, None]).expand(B, r, n)
+        weight = (eligible[:, mine, None] & eligible[:, None] & (i != place)
+                  & self.scored(touched[:, mine, None], touched[:, None])).float()  # (B, r, n)
+        logits = self.head.psi(s).float()                                           # (B, r, n, n_class)
         loss = F.cross_entropy(logits.flatten(0, 2), label.flatten(), reduction="none").view_as(weight)
         right = 0 * weight if self.training else weight * (logits.argmax(-1) == label)
         return torch.stack(((loss * weight).sum(), right.sum(), weight.sum()))
 
     def baselines(self, L, unigram):
-        return pplm_baselines(L, self.cfg.pos_rate)
+        known = position_baselines(L, self.cfg.pos_rate)
+        return {"uniform": math.log(2 * L - 1), **{key: known[key] for key in self.baseline_names}}
+
+    baseline_names = ("prior", "copy", "selected", "moved")
 
 
-def pplm_baselines(L, rate) -> dict:
+class PMLM(PPLM):
+    """Position-masked language modelling (P0 sec 3.1): 60% of the positions are hidden, the tokens stay.
+
+    Scored are the ordered pairs with at least one hidden end.
+    """
+    name, hides_positions, baseline_names = "pmlm", True, ("prior", "free_slots")
+
+    def new_positions(self, true, slots, valid, generator):
+        return true.scatter(1, slots, torch.where(valid, UNKNOWN_POS, true.gather(1, slots)))
+
+    def scored(self, touched_i, touched_j):
+        return touched_i | touched_j
+
+
+class PPLMSome(PPLM):
+    """pplm, scored on the pairs whose two ends really moved (P0: "just the permuted positions")."""
+    name, baseline_names = "pplm_some", ("prior", "some_moved")
+
+    def scored(self, touched_i, touched_j):
+        return touched_i & touched_j
+
+
+class PPLMBinary(PPLM):
+    """Is the pair's given offset its true one? (P0 says "for each position": read as per pair, a departure.)"""
+    name, baseline_names = "pplm_binary", ("binary",)
+
+    def n_class(self):
+        return 2
+
+    def label(self, true, given):
+        return (true == given).long()
+
+    def baselines(self, L, unigram):
+        return {"uniform": math.log(2), "binary": position_baselines(L, self.cfg.pos_rate)["binary"]}
+
+
+def position_baselines(L, rate) -> dict:
     """The cross-entropy (nats) of a reader who knows only so much, for rows of n = L - 2 eligible tokens.
 
-    uniform   nothing; prior: how frequent offsets are, p(r) ~ n - |r|; copy: also the two given positions, no
-    token; selected: also which places were selected; moved: also which of them really moved.
-    Below copy, tokens are being read; below moved, order is known. The last three are averages over
-    random pairs of places: exact to about .003.
+    prior       how frequent offsets are, p(r) ~ n - |r|
+    copy        pplm: also the two given positions, no token
+    selected    pplm: also which places were selected; moved: also which of them really moved
+    free_slots  pmlm: which places are hidden
+    some_moved  pplm_some: which places moved
+    binary      pplm_binary: how often the given offset is the true one
+    Below copy, tokens are being read; below moved, free_slots and some_moved, order is known. All but prior are
+    averages over random pairs of places: exact to about .003.
     """
     n, rng = L - 2, np.random.default_rng(0)
-    samples = min(4000, 2 ** 19 // L)       # seconds, whatever L
-    k = round(rate * n)
+    k, samples = round(rate * n), min(4000, 2 ** 19 // L)       # seconds, whatever L
     r = np.arange(-n + 1, n)
     both, one = k * (k - 1) / (n * (n - 1)), 2 * k * (n - k) / (n * (n - 1))    # of a pair's ends, selected
-    copy, selected, moved = [], [], []
+    copy, inside, moved, some, kept = [], [], [], [], []
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
-        copy.append(offset_entropy(np.arange(n), copy_weights(n, k, a, b)))
+        weights = copy_weights(n, k, a, b)
+        copy.append(offset_entropy(np.arange(n), weights))
+        kept.append(np.trace(weights, b - a) / weights.sum())
         places = rng.choice(n, k, replace=False)
-        selected.append(both * offset_entropy(places, np.ones((k, k))) + one * math.log(k))
+        inside.append(offset_entropy(places, np.ones((k, k))))
         places = places[places != rng.permutation(places)]
         if (m := len(places)) > 1:
             # Two moved tokens are anywhere in the moved set but where they are seen: here at places 0 and 1.
             weights = np.ones((m, m))
             weights[0, :] = weights[:, 1] = 0
-            moved.append((m * (m - 1) * offset_entropy(places, weights) + 2 * m * (n - m) * math.log(max(m - 1, 1)))
-                         / (n * (n - 1)))
-    return {"uniform": math.log(2 * L - 1), "prior": entropy(np.where(r == 0, 0, n - abs(r))),
-            "copy": float(np.mean(copy)), "selected": float(np.mean(selected)), "moved": float(np.mean(moved or [0.0]))}
+            some.append(offset_entropy(places, weights))
+            moved.append((m * (m - 1) * some[-1] + 2 * m * (n - m) * math.log(max(m - 1, 1))) / (n * (n - 1)))
+    selected, p = both * np.mean(inside) + one * math.log(k), np.mean(kept)
+    found = {"prior": entropy(np.where(r == 0, 0, n - abs(r))), "copy": np.mean(copy), "selected": selected,
+             "moved": np.mean(moved or [0]), "free_slots": selected / (both + one), "some_moved": np.mean(some or [0]),
+             "binary": entropy(np.array([p, 1 - p]))}
+    return {key: float(value) for key, value in found.items()}
 
 
 def entropy(counts) -> float:
@@ -300,8 +371,8 @@ def copy_weights(n, k, a, b):
 # ---------------------------------------------------------------------------------------------------------
 # The sum
 
-OBJECTIVES = {"mlm": MLM, "pplm": PPLM}
-TOKEN_OBJECTIVES, POSITION_OBJECTIVES = ("mlm",), ("pplm",)
+OBJECTIVES = {"mlm": MLM, "pmlm": PMLM, "pplm": PPLM, "pplm_some": PPLMSome, "pplm_binary": PPLMBinary}
+TOKEN_OBJECTIVES, POSITION_OBJECTIVES = ("mlm",), ("pmlm", "pplm", "pplm_some", "pplm_binary")
 
 
 def parse_objective(objective: str) -> list[str]:

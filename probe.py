@@ -13,6 +13,7 @@ import os
 import torch
 
 from data import HelpFormatter, one_line_errors
+from model import UNKNOWN_POS
 from objectives import load_pretraining, stream
 
 
@@ -31,12 +32,12 @@ def fill_masks(model, text, k=5):
 
 @torch.no_grad()
 def put_in_order(model, text, seed=0):
-    """Shuffle 60% of a sentence's positions, as in training, and sort the tokens by the offsets the model predicts.
+    """Shuffle (or hide) 60% of a sentence's positions, as in training, and sort the tokens by the offsets the model predicts.
 
     -> tokens as given, tokens as the model orders them, tokens as they were, and for the first two the share of
     pairs in the right order.
     """
-    encoder, pplm = model.encoder, model.objectives["pplm"]
+    encoder, pplm = model.encoder, model.objectives[ordering(model)]
     ids = encoder.tokenizer.encode_ordinary(text)
     tokens = row(ids, encoder.config)
     batch = {"tokens": tokens, "eligible": tokens < encoder.config.cls_id}
@@ -45,7 +46,10 @@ def put_in_order(model, text, seed=0):
     offset = p @ (torch.arange(p.size(-1)) - (pplm.L - 1.0))                        # (n, n) expected r_ij
     offset.fill_diagonal_(0)
     place = offset.mean(0) - offset.mean(1)     # far to the right of all others, and they to its left: late
-    given = batch["pos"][0, 1:-1].argsort()
+    pos = batch["pos"][0, 1:-1]
+    hidden = pos == UNKNOWN_POS                 # pmlm: what was hidden is shown at the free places, in any order
+    free = torch.arange(1, len(ids) + 1)[hidden]
+    given = pos.masked_scatter(hidden, free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))]).argsort()
     found = place.argsort()
     words = [encoder.tokenizer.decode([i]) for i in ids]
     return [[words[i] for i in order] for order in (given, found, range(len(ids)))], [pairs_right(o) for o in (given, found)]
@@ -64,20 +68,27 @@ def row(ids, cfg):
     return torch.tensor([[cfg.cls_id, *ids, cfg.sep_id]])
 
 
+def ordering(model):
+    """The objective of the model that predicts offsets, or None."""
+    return next((name for name in ("pplm", "pplm_some", "pmlm") if name in model.names), None)
+
+
 def try_text(model, text):
     if "[MASK]" in text:
         if "mlm" not in model.names:
             raise ValueError(f"[MASK] is for a run trained with mlm; this one's objective is {'+'.join(model.names)}")
         for words in fill_masks(model, text):
             print("[MASK]: " + ", ".join(f"{word!r} {p:.2f}" for word, p in words))
-    elif "pplm" in model.names:
+    elif ordering(model):
         (given, found, true), (before, after) = put_in_order(model, text)
         print("given:  " + "|".join(given))
         print("model:  " + "|".join(found))
         print("true:   " + "|".join(true))
         print(f"pairs in the right order: {before:.0%} as given, {after:.0%} as the model puts them")
-    else:
+    elif "mlm" in model.names:
         raise ValueError("this run's objective is mlm: write [MASK] where a word is to be guessed")
+    else:
+        raise ValueError("a run of pplm_binary predicts no offsets: try one of pplm, pplm_some or pmlm")
 
 
 def main(argv=None):

@@ -889,36 +889,60 @@ def test_pplm_selection_is_uniform():
     assert (moved - k / 32 * (1 - 1 / k)).abs().max() < 0.035
 
 
-def pair_loop(model, tokens, batch, label_of):
-    """Mean cross-entropy over scored pairs, written from P0: scores of one more attention layer, psi, softmax."""
-    encoder, head = model.encoder, model.objectives["pplm"].head
-    B, L = tokens.shape
-    hidden = encoder(batch["tokens"], batch["pos"])
+def pair_loop(name, model, tokens, batch, L):
+    """Mean cross-entropy over the scored pairs, written from P0: scores of one more attention layer, psi, softmax."""
+    encoder, head = model.encoder, model.objectives[name].head
+    hidden, pos = encoder(batch["tokens"], batch["pos"]), batch["pos"].tolist()
     naive, total, n = Naive(encoder), 0.0, 0
-    q, k = ((f(hidden)).view(B, L, 2, 8) for f in (head.query, head.key))
-    for b in range(B):
+    q, k = (f(hidden).view(len(tokens), L, 2, 8) for f in (head.query, head.key))
+    for b in range(len(tokens)):
         for i in range(L):
             for j in range(L):
+                touched = (pos[b][i] != i) + (pos[b][j] != j)
                 if i == j or tokens[b, i] >= VOCAB - 8 or tokens[b, j] >= VOCAB - 8:
                     continue
-                s = torch.stack(
-                    [
-                        naive.logit(q[b, i, h], k[b, j, h], h, i, j, int(batch["pos"][b, i]), int(batch["pos"][b, j]), None)
-                        for h in range(2)
-                    ]
-                )
-                out = head.psi(s).log_softmax(0)
-                total, n = total - out[label_of(i, j)], n + 1
+                if (name == "pmlm" and touched == 0) or (name == "pplm_some" and touched < 2):
+                    continue
+                s = torch.stack([naive.logit(q[b, i, h], k[b, j, h], h, i, j, pos[b][i], pos[b][j], None) for h in range(2)])
+                label = int(pos[b][j] - pos[b][i] == j - i) if name == "pplm_binary" else j - i + L - 1
+                total, n = total - head.psi(s).log_softmax(0)[label], n + 1
     return total / n
 
 
-@pytest.mark.parametrize("pe", ["abs", "tupe_r", "t5", "bert_ad", "rope"])
-def test_pplm_loss_equals_loop(pe):
-    """All ordered pairs i != j of ordinary tokens, true offset j - i + L - 1, whatever the given positions."""
-    model, tokens = pretraining("pplm", pe, L=8), packed_rows(3, 8)
+@pytest.mark.parametrize("name, pe", [("pplm", "abs"), ("pplm", "tupe_r"), ("pplm", "t5"), ("pplm", "bert_ad"), ("pplm", "rope"),
+                                      ("pmlm", "abs"), ("pmlm", "tupe_r"), ("pplm_some", "tupe_r"), ("pplm_binary", "tupe_r")])
+def test_pair_losses_equal_a_loop(name, pe):
+    """Which pairs, which labels: P0 sec 3.1, whatever the given positions."""
+    model, tokens = pretraining(name, pe, L=8), packed_rows(3, 8)
     batch = model.corrupt(tokens, 1)
-    expected = pair_loop(model, tokens, batch, lambda i, j: j - i + 7)
+    expected = pair_loop(name, model, tokens, batch, 8)
     torch.testing.assert_close(model(batch)[0], expected, check_dtype=False, rtol=0, atol=1e-5)
+
+
+def test_pmlm_hides_the_selected_positions():
+    model, tokens = pretraining("pmlm"), packed_rows(64)
+    batch = model.corrupt(tokens, 0)
+    hidden = batch["pos"] == UNKNOWN_POS
+    assert (batch["tokens"] == tokens).all() and (batch["pos"] == torch.arange(12))[~hidden].all()
+    assert not hidden[tokens >= VOCAB - 8].any() and (hidden.sum(1) == 6).all()
+    with pytest.raises(ValueError, match="hides positions, and pe rope"):
+        pretraining("pmlm", "rope+t5")
+
+
+def test_binary_accuracy_of_a_constant_answer():
+    """A head that always says "moved" is right for the share of pairs whose given offset is not the true one."""
+    model, tokens = pretraining("pplm_binary"), packed_rows(40)
+    batch = model.eval().corrupt(tokens, 0)
+    with torch.no_grad():
+        model.objectives["pplm_binary"].head.psi[2].bias.copy_(torch.tensor([100.0, 0.0]))
+    pos, right, pairs = batch["pos"], 0, 0
+    for b in range(40):
+        words = [i for i in range(12) if tokens[b, i] < VOCAB - 8]
+        for i in words:
+            for j in words:
+                if i != j:
+                    right, pairs = right + int(pos[b, j] - pos[b, i] != j - i), pairs + 1
+    assert abs(model(batch)[1]["pplm_binary_accuracy"] - right / pairs) < 1e-6
 
 
 def test_rel_k_gives_the_pair_head_its_own_table():
@@ -963,11 +987,11 @@ def test_baselines_equal_a_simulation(L, rate):
     given_at = np.tile(np.arange(n), (R, 1))
     shuffled = rng.permuted(places, axis=1)
     np.put_along_axis(given_at, places, shuffled, 1)                    # given_at[token] = its given place
-    ours = objectives.pplm_baselines(L, rate)
+    ours = objectives.position_baselines(L, rate)
     r = (np.arange(n)[None, :] - np.arange(n)[:, None])
     counts = np.bincount((r + n).ravel()[r.ravel() != 0]).astype(float)
     p = counts[counts > 0] / counts.sum()
-    assert abs(ours["prior"] + (p * np.log(p)).sum()) < 1e-9 and ours["uniform"] == math.log(2 * L - 1)
+    assert abs(ours["prior"] + (p * np.log(p)).sum()) < 1e-9
 
     # copy: the loss of predicting from the joint counts of (given a, given b, offset), trained on one half,
     # scored by exact symmetry: the table below depends on (a, b) only, so counts over many rows estimate it.
@@ -984,10 +1008,9 @@ def test_baselines_equal_a_simulation(L, rate):
     # selected and moved: per row, by enumerating what is still possible for each pair.
     for key, sets in (("selected", [set(p) for p in places[:60]]),
                       ("moved", [set(np.flatnonzero(row != np.arange(n))) for row in given_at[:60]])):
-        total = 0.0
+        found = []
         for row, inside in zip(given_at[:60], sets):
             where = np.array(sorted(inside))
-            m = len(where)
             for i, j in rng.permutation(n * n)[:150].reshape(-1, 1) // np.array([n, 1]) % n:
                 if i == j:
                     continue
@@ -998,15 +1021,33 @@ def test_baselines_equal_a_simulation(L, rate):
                 d = (free_j[None, :] - free_i[:, None])[free_j[None, :] != free_i[:, None]]
                 share = np.bincount(d - d.min()) / len(d)
                 share = share[share > 0]
-                total -= (share * np.log(share)).sum() / (60 * 150 * (1 - 1 / n))
-            assert m > 1
-        assert abs(ours[key] - total) < 0.06, key
+                found.append(-(share * np.log(share)).sum())
+        assert abs(ours[key] - np.mean(found)) < 4 * np.std(found) / len(found) ** 0.5 < 0.1, key
+
+    # pmlm scores pairs with a selected end, pplm_some those with two moved ends; both know the sets, so per row:
+    some, scored, right = [], 0.0, 0.0
+    for row, inside in zip(given_at[:200], places[:200]):
+        where, moved = np.sort(inside), np.flatnonzero(row != np.arange(n))
+        d = (where[None, :] - where[:, None])[~np.eye(k, dtype=bool)]
+        share = np.bincount(d - d.min()) / len(d)
+        both_hidden = -(share[share > 0] * np.log(share[share > 0])).sum()
+        scored += (k * (k - 1) * both_hidden + 2 * k * (n - k) * math.log(k)) / (k * (k - 1) + 2 * k * (n - k)) / 200
+        # Of two moved ends seen at (a, b), t_i is any moved place but a, t_j any but b, and they differ.
+        for a, b in rng.choice(moved, (20, 2)):
+            if a != b:
+                d = [tj - ti for ti in moved for tj in moved if ti != a and tj != b and ti != tj]
+                share = np.bincount(np.array(d) - min(d)) / len(d)
+                some.append(-(share[share > 0] * np.log(share[share > 0])).sum())
+        same = (row[None, :] - row[:, None]) == r
+        right += same[~np.eye(n, dtype=bool)].mean() / 200
+    assert abs(ours["free_slots"] - scored) < 0.01 and abs(ours["some_moved"] - np.mean(some)) < 0.01
+    assert abs(ours["binary"] + right * math.log(right) + (1 - right) * math.log(1 - right)) < 0.01
 
 
 def test_baselines_of_the_design():
     """Figures found independently for rate .6."""
     for L, copy_, selected, moved in ((32, 3.553, 2.788, 2.607), (64, 4.198, 3.387, 3.290), (128, 4.841, 4.017, 3.963)):
-        ours = objectives.pplm_baselines(L, 0.6)
+        ours = objectives.position_baselines(L, 0.6)
         assert (
             abs(ours["copy"] - copy_) < 0.005 and abs(ours["selected"] - selected) < 0.005 and abs(ours["moved"] - moved) < 0.01
         )
@@ -1031,7 +1072,7 @@ def test_parts_draw_from_their_own_streams():
     assert (both.corrupt(tokens, 1, 2)["tokens"] == alone.corrupt(tokens, 1, 2)["tokens"]).all()
 
 
-@pytest.mark.parametrize("objective", ["mlm", "pplm"])
+@pytest.mark.parametrize("objective", ["mlm", "pmlm", "pplm"])
 def test_corruption_is_a_pure_function(objective):
     model, tokens = pretraining(objective), packed_rows()
     clean = tokens.clone()
@@ -1053,7 +1094,7 @@ def test_scheme_weights_of_the_pair_head_start_xavier():
     "change, says",
     [
         (dict(objective="foo"), "choose from mlm"),
-        (dict(objective="pplm+pplm"), "at most one position"),
+        (dict(objective="pplm+pplm"), "at most one position"), (dict(objective="pmlm+pplm_some"), "at most one position"),
         (dict(objective="mlm+mlm"), "at most one token"),
         (dict(mask_rate=0.0), "between 0 and 1"),
         (dict(mask_rate=1.0), "between 0 and 1"),

@@ -99,7 +99,7 @@ def parse_args(argv=None):
     group = parser.add_argument_group("objectives")
     group.add_argument("--mask_rate", type=float, help="mlm: share of tokens selected (from the preset)")
     group.add_argument("--pos_rate", type=float, default=of.pos_rate,
-                       help="pplm: share of positions permuted (default: %(default)s)")
+                       help="share of positions hidden (pmlm) or permuted (pplm) (default: %(default)s)")
 
     group = parser.add_argument_group("optimisation (from the preset)")
     group.add_argument("--steps", type=int, help="updates in all; part of a run, for the decay depends on it")
