@@ -31,9 +31,11 @@ import logging
 import lzma
 import os
 import re
+import shlex
 import sys
 import sysconfig
 import time
+import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +81,7 @@ def docs_documents():
                     seen.add(text)
                     yield library, text
     from pydoc_data.topics import topics  # the language reference, as text
-    yield from (("python", text) for text in topics.values() if text not in seen)
+    yield from (("python", text) for text in dict.fromkeys(topics.values()) if text not in seen)
 
 
 def docs_folders():
@@ -119,10 +121,10 @@ FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".c
 
 @dataclass
 class Source:
-    """Where documents come from. `parts` are iterables of texts, each with its size in bytes (0 = unknown)."""
+    """Where documents come from. parts() -> [(function -> iterator of texts, bytes of text or an estimate, 0 = unknown)]."""
     name: str           # a folder's name in the cache, unique to the content
     about: dict         # what stands in meta.json
-    parts: list         # of (function -> iterator of texts, bytes of text in it or an estimate)
+    parts: callable     # called only when there is work to do: for the hub it needs the network
     val_every: int      # every n-th document is for validation
     labels: list | None = None      # docs: the library of each document
 
@@ -134,33 +136,31 @@ def find_source(dataset, text_column="text", books="SamuelYang/bookcorpus") -> S
         digest = hashlib.sha256("\0".join(text for _, text in documents).encode()).hexdigest()[:12]
         about = {"versions": docs_versions(), "documents": len(documents), "hash": digest}
         size = sum(len(text.encode()) for _, text in documents)
-        parts = [(lambda: (text for _, text in documents), size)]
-        return Source(f"docs-{digest}", about, parts, 10, [library for library, _ in documents])
+        part = (lambda: (text for _, text in documents)), size
+        return Source(f"docs-{digest}", about, lambda: [part], 10, [library for library, _ in documents])
     if files := sorted(f for f in glob.glob(os.path.expanduser(dataset), recursive=True) if os.path.isfile(f)):
         files = [f for f in files if os.path.getsize(f)]
         if not files:
             raise ValueError(f"{dataset}: empty, no text in it")
         stats = [(os.path.basename(f), os.path.getsize(f), os.stat(f).st_mtime_ns) for f in files]
         digest = hashlib.sha256(json.dumps([stats, text_column]).encode()).hexdigest()[:12]
-        parts = [(lambda f=f: file_documents(f, text_column), estimated_bytes(f)) for f in files]
+        def parts():
+            return [(lambda f=f: file_documents(f, text_column), estimated_bytes(f)) for f in files]
         about = {"files": [name for name, _, _ in stats], "text_column": text_column}
         return Source(f"files-{digest}", about, parts, 50)
     if re.search(r"[*?\[]|\.(txt|md|jsonl?|csv|parquet|gz|xz|bz2)$|^[./~]", dataset):
         raise FileNotFoundError(f"no file matches {dataset!r}")
     hub = ([("wikimedia/wikipedia", "20231101.en", 1), (books, None, BOOKS_ROWS)] if dataset == "wikibooks"
            else [(*(dataset.split(":") + [None])[:2], 1)])
-    parts = [hub_part(name, config, text_column, join) for name, config, join in hub]
-    slug = re.sub(r"\W+", "-", dataset + (f"-{books}" if dataset == "wikibooks" else ""))
-    return Source(f"hub-{slug}", {"hub": hub, "text_column": text_column}, parts, 50)
+    digest = hashlib.sha256(json.dumps([hub, text_column]).encode()).hexdigest()[:12]
+    parts = lambda: [hub_part(name, config, text_column, join) for name, config, join in hub]           # noqa: E731
+    slug = re.sub(r"\W+", "-", dataset)
+    return Source(f"hub-{slug}-{digest}", {"hub": hub, "text_column": text_column}, parts, 50)
 
 
 def estimated_bytes(file):
     """Text in a file, from its size: compressed English is about 3.5 times smaller."""
     return os.path.getsize(file) * (3.5 if Path(file).suffix in OPENERS or file.endswith(".parquet") else 1)
-
-
-class MissingColumn(ValueError):
-    pass
 
 
 def file_documents(file, text_column):
@@ -176,13 +176,8 @@ def file_documents(file, text_column):
         return
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)       # what is wrong is said below, in one line
-    try:
-        rows = datasets.load_dataset(kind, data_files=str(Path(file).resolve()), split="train", streaming=True)
-        yield from column(rows, text_column, file)
-    except MissingColumn:
-        raise
-    except Exception as error:      # pyarrow and datasets have many kinds for a broken file
-        raise ValueError(f"{file} cannot be read as {kind}: {type(error).__name__}: {error}") from None
+    rows = datasets.load_dataset(kind, data_files=str(Path(file).resolve()), split="train", streaming=True)
+    yield from column(rows, text_column, file)
 
 
 def text_paragraphs(file):
@@ -190,7 +185,7 @@ def text_paragraphs(file):
     opener = OPENERS.get(Path(file).suffix, open)
     with opener(file, "rt", encoding="utf-8", errors="replace") as handle:
         document, size = [], 0
-        while line := handle.readline(PIECE):
+        while line := read_line(handle, file):
             if line.strip() and size < PIECE:
                 document.append(line)
                 size += len(line)
@@ -198,6 +193,13 @@ def text_paragraphs(file):
             yield "".join(document)
             document, size = [line], len(line)
         yield "".join(document)
+
+
+def read_line(handle, file):
+    try:
+        return handle.readline(PIECE)
+    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
 
 
 def hub_part(name, config, text_column, join):
@@ -220,10 +222,17 @@ def hub_part(name, config, text_column, join):
 
 
 def column(rows, name, where):
-    """Texts of one column. Raises ValueError naming the columns there are."""
-    for row in rows:
+    """Texts of one column. Raises ValueError naming the columns there are, or what broke under way."""
+    rows = iter(rows)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:      # pyarrow, datasets and the network have many kinds
+            raise ValueError(f"{where} cannot be read: {type(error).__name__}: {error}") from None
         if name not in row:
-            raise MissingColumn(f"{where} has no column {name!r}, only {', '.join(row)}: name one with --text_column")
+            raise ValueError(f"{where} has no column {name!r}, only {', '.join(row)}: name one with --text_column")
         if isinstance(row[name], str):
             yield row[name]
 
@@ -294,11 +303,11 @@ def merge(parts, pair, merged):
     return out
 
 
-def bpe_state(source: Source) -> dict:
+def bpe_state(parts) -> dict:
     """Train the corpus's own BPE on a sample that takes equally from each of its parts."""
-    words, share = collections.Counter(), BPE_SAMPLE // len(source.parts)
-    with tqdm(total=len(source.parts), desc="bpe: counting words", unit="part", leave=False) as bar:
-        for documents, _ in source.parts:
+    words, share = collections.Counter(), BPE_SAMPLE // len(parts)
+    with tqdm(total=len(parts), desc="bpe: counting words", unit="part", leave=False) as bar:
+        for documents, _ in parts:
             left = share
             for text in documents():
                 words.update(regex.findall(GPT2_PATTERN, text[:left]))
@@ -407,20 +416,20 @@ def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text", 
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError, OSError."""
     if dataset == "docs" and (folder := newest_docs(cache, tokenizer)):
         return open_corpus(folder)
-    gpt2 = gpt2_state() if tokenizer == "gpt2" else None        # if it cannot be had, say so before the work
     if dataset == "docs":
         print("docs: reading the docstrings of the installed packages (half a minute)", flush=True)
     source = find_source(dataset, text_column, books)
     folder = Path(cache) / f"{source.name}-{tokenizer}"
     if not (folder / "meta.json").exists():
+        parts = source.parts()
         folder.mkdir(parents=True, exist_ok=True)
         state_file = folder / "tokenizer.json"
         if not state_file.exists():
-            write_json(state_file, gpt2 or bpe_state(source))
+            write_json(state_file, gpt2_state() if tokenizer == "gpt2" else bpe_state(parts))
         if source.labels:       # finetune.py --task docs wants the documents with their labels
-            documents, _ = source.parts[0]
+            documents, _ = parts[0]
             write_json(folder / "docs.json", {"every": source.val_every, "rows": list(zip(source.labels, documents()))})
-        tokenize(source, json.loads(state_file.read_text()), folder, dataset)
+        tokenize(source, parts, json.loads(state_file.read_text()), folder, dataset)
     return open_corpus(folder)
 
 
@@ -432,16 +441,17 @@ def newest_docs(cache, tokenizer):
     return None
 
 
-def tokenize(source, state, folder, dataset):
+def tokenize(source, parts, state, folder, dataset):
     """Documents -> train.bin and val.bin, written aside, then renamed; meta.json last, so it means 'complete'."""
     encoding, sep = tiktoken.Encoding(**encoding_arguments(state)), state["specials"]["[SEP]"]
     vocab_size = len(state["ranks"]) + len(state["specials"])
     dtype = np.uint16 if vocab_size <= 65536 else np.uint32
     counts, n_bytes, example, document = {"train": 0, "val": 0}, 0, None, -1
-    files = {split: open(folder / f"{split}.tmp", "wb") for split in counts}
-    bar = tqdm(total=sum(size for _, size in source.parts) or None, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}")
-    every_text = (text for documents, _ in source.parts for text in documents())
-    with bar, files["train"], files["val"], removed(folder / "train.tmp", folder / "val.tmp"):
+    aside = {split: folder / f"{split}.{os.getpid()}.tmp" for split in counts}
+    files = {split: open(aside[split], "wb") for split in counts}
+    bar = tqdm(total=sum(size for _, size in parts) or None, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}")
+    every_text = (text for documents, _ in parts for text in documents())
+    with bar, files["train"], files["val"], removed(*aside.values()):
         for group in groups(text for text in every_text if text.strip()):
             cut = [list(pieces(text)) for text in group]
             ids = iter(encoding.encode_ordinary_batch([p for text in cut for p in text], num_threads=os.cpu_count() or 1))
@@ -459,7 +469,7 @@ def tokenize(source, state, folder, dataset):
                              "and one to validate on")
         for split in counts:
             files[split].flush()
-            os.replace(folder / f"{split}.tmp", folder / f"{split}.bin")
+            os.replace(aside[split], folder / f"{split}.bin")
     meta = {"dataset": dataset, "source": source.about, "tokenizer": state["name"], "tokenizer_hash": state["hash"],
             "vocab_size": vocab_size, "dtype": np.dtype(dtype).name, "documents": document + 1, "characters": n_bytes,
             "tokens": counts}
@@ -504,17 +514,24 @@ def open_corpus(folder) -> Corpus:
 
 
 def write_json(file, value):
-    aside = Path(f"{file}.tmp")
+    aside = Path(f"{file}.{os.getpid()}.tmp")
     aside.write_text(json.dumps(value))
     os.replace(aside, file)
 
 
 # ---------------------------------------------------------------------------------------------------------
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """--help that reads like a page of a manual: the module's docstring as it stands, a flag a line."""
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=30, width=118)
+class Parser(argparse.ArgumentParser):
+    """--help that reads like a page of a manual: the module's docstring, then a flag a line. A mistake is one line."""
+
+    def __init__(self, script, doc, epilog=None):
+        style = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118)    # noqa: E731
+        super().__init__(usage=f"python {script} [flags]", description=doc, epilog=epilog, formatter_class=style,
+                         allow_abbrev=False)
+
+    def error(self, message):
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 def add_data_flags(parser):
@@ -527,15 +544,17 @@ def add_data_flags(parser):
 
 
 def main():
-    parser = argparse.ArgumentParser(usage="python data.py [flags]", description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser("data.py", __doc__)
     add_data_flags(parser)
     args = parser.parse_args()
-    dataset = args.dataset or "docs"
+    args.dataset = args.dataset or "docs"
+    args.tokenizer = args.tokenizer or ("bpe" if args.dataset == "docs" else "gpt2")
     with one_line_errors():
-        corpus = prepare(dataset, args.tokenizer or ("bpe" if dataset == "docs" else "gpt2"), args.cache,
-                         args.text_column, args.books_dataset)
+        corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
     print(f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M tokens to train on, "
-          f"{len(corpus.val) / 1e6:.2f} M to validate on\nnext: python train.py --dataset {args.dataset or 'docs'}")
+          f"{len(corpus.val) / 1e6:.2f} M to validate on")
+    flags = [f"--{name} {shlex.quote(str(value))}" for name, value in vars(args).items() if value != parser.get_default(name)]
+    print("next: python train.py " + " ".join(flags))
 
 
 if __name__ == "__main__":

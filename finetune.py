@@ -11,7 +11,6 @@ the end has the median over seeds, the spread, and the majority rate: what alway
 The recipe is ELECTRA's (Clark 2020, app. B), which P0 follows.
 """
 
-import argparse
 import csv
 import glob
 import json
@@ -31,9 +30,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import DOCS_LIBRARIES, HelpFormatter, encoding_arguments, one_line_errors, prepare
+from data import DOCS_LIBRARIES, Parser, encoding_arguments, one_line_errors, prepare
 from model import Encoder, EncoderConfig, load
-from train import autocast, keep_memory, pick_device, pick_dtype
+from train import autocast, keep_memory, one_line_failures, pick_device, pick_dtype
 
 BATCH, WARMUP, EPS, LAYER_DECAY, LENGTH = 32, 0.1, 1e-6, 0.8, 128
 LIBRARY_NAMES = re.compile(r"\b(python|pytorch|torch|numpy|np|pandas|pd|datasets?|hugging ?face)\b", re.IGNORECASE)
@@ -115,6 +114,8 @@ def official_rows(task, data_dir, file):
         if label not in task.classes:
             raise ValueError(f"{path}, row {number}: label {label!r} is not one of {', '.join(task.classes)}")
         rows.append((tuple(texts), task.classes.index(label)))
+    if not rows:
+        raise ValueError(f"{path} has no rows")
     return rows
 
 
@@ -133,7 +134,7 @@ def docs_rows(cache):
     folder = prepare("docs", "bpe", cache).folder
     stored = json.loads((folder / "docs.json").read_text())
     rows = [((LIBRARY_NAMES.sub("[MASK]", text),), DOCS_LIBRARIES.index(library)) for library, text in stored["rows"]]
-    # As in data.tokenize: documents without text do not count, and every n-th is for validation.
+    # The same split as data.tokenize makes.
     is_test = [i % stored["every"] == 1 for i in range(len(rows))]
     return [r for r, test in zip(rows, is_test) if not test], {"docs": [r for r, test in zip(rows, is_test) if test]}
 
@@ -163,7 +164,7 @@ def read_task(name, args):
 
 def encode(texts, tokenizer, cfg, length):
     """One or two texts -> [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length` ids, the longest cut first."""
-    # Six bytes an id is more than text needs: a long document is not tokenised only to be cut.
+    # 16 characters an id are more than text needs: a long document is not tokenised only to be cut.
     parts = [tokenizer.encode(text[:16 * length], allowed_special={"[MASK]"}, disallowed_special=()) for text in texts]
     room = length - 1 - len(parts)
     while sum(map(len, parts)) > room:
@@ -309,7 +310,7 @@ def make_encoder(ckpt, cache):
 
 
 def parse_args(argv=None):
-    parser = argparse.ArgumentParser(usage="python finetune.py [flags]", description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser("finetune.py", __doc__)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--ckpt", help="run folder or checkpoint file (default: the newest under out/); scratch: untrained; "
                         "bow: bag of words")
@@ -331,6 +332,8 @@ def parse_args(argv=None):
             value = getattr(args, name)
             if value is not None and not (value > 0 and value < math.inf):
                 raise ValueError(f"--{name} is {value}; it must be positive")
+        if args.length < 8:
+            raise ValueError(f"--length is {args.length}; a pair with its specials needs at least 8")
     args.epochs = args.epochs or TASKS[args.task].epochs
     return args
 
@@ -377,7 +380,8 @@ def main(argv=None):
         else:
             torch.manual_seed(seed)
             model = Classifier(fresh(), len(task.classes)).to(device)
-            train_one(model, rows, args, seed, device, dtype)
+            with one_line_failures():
+                train_one(model, rows, args, seed, device, dtype)
             predictions = {name: predict(model, found, device, dtype) for name, found in evaluations.items()}
         for name, found in evaluations.items():
             labels = [label for _, label in found]

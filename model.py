@@ -38,7 +38,7 @@ no two parts want the same hook works too: rope+t5, abs+alibi, sin+rel_k.
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import tiktoken
@@ -724,10 +724,15 @@ def warm_start(module, checkpoint, path) -> dict:
     Weights are matched by name, so those of another positional scheme start fresh (P3 swaps the scheme under a
     trained model). With a larger max_len the trained rows of tables are kept and the new ones start fresh (P3
     trains at 128, then at 512). -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}, names.
-    Raises ValueError when another shape than max_len differs.
+    Raises ValueError when the encoders differ in anything else.
     """
     given, own = checkpoint["model"], module.state_dict()
-    old_len, new_len = checkpoint["config"]["max_len"], module.encoder.config.max_len
+    old, new = checkpoint["config"], asdict(module.encoder.config)
+    free = {"pe", "max_len", "dropout", "attn_dropout"}
+    if different := [f"{key} is {old[key]} there and {new[key]} here" for key in new.keys() - free if old[key] != new[key]]:
+        raise ValueError(f"{path}: {', '.join(sorted(different))}; only the positional scheme, the objective and a larger "
+                         "--block_size may differ")
+    old_len, new_len = old["max_len"], new["max_len"]
     if new_len < old_len:
         raise ValueError(f"{path} has rows of {old_len}; --block_size {new_len} would cut them: take at least {old_len}")
     done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
@@ -738,23 +743,20 @@ def warm_start(module, checkpoint, path) -> dict:
             fresh.copy_(given[key])
             done["loaded"].append(key)
         else:
-            grow(fresh, given[key], old_len, new_len, f"{path}: {key}")
+            grow(fresh, given[key], old_len, new_len)
             done["grown"].append(key)
     return done
 
 
-def grow(fresh, trained, old_len, new_len, name):
+def grow(fresh, trained, old_len, new_len):
     """Copy a table for old_len positions into one for new_len: rows keep their position, what follows them (the
     unknown, theta) moves to the new end; the pair head's classes keep their offset."""
     index = []
     for old, new in zip(trained.shape, fresh.shape):
         rows = torch.arange(old)
-        if new - old == 2 * (new_len - old_len) and old == 2 * old_len - 1:     # class = offset + L - 1
+        if new - old == 2 * (new_len - old_len):                                # class = offset + L - 1
             rows = rows + new_len - old_len
-        elif new - old == new_len - old_len and old >= old_len:
+        elif new > old:
             rows = torch.where(rows < old_len, rows, rows + new_len - old_len)
-        elif new != old:
-            raise ValueError(f"{name} is {tuple(trained.shape)} there and {tuple(fresh.shape)} here: only the positional "
-                             "scheme, the objective and a larger --block_size may differ")
         index.append(rows)
-    fresh[torch.meshgrid(*index, indexing="ij")] = trained
+    fresh[torch.meshgrid(*index, indexing="ij")] = trained.to(fresh.device)

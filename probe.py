@@ -6,13 +6,12 @@
 Takes the newest run under out/ unless --ckpt names one; needs no GPU.
 """
 
-import argparse
 import glob
 import os
 
 import torch
 
-from data import HelpFormatter, one_line_errors
+from data import Parser, one_line_errors
 from model import UNKNOWN_POS
 from objectives import load_pretraining, stream
 
@@ -92,7 +91,7 @@ def try_text(model, text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(usage="python probe.py [flags]", description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser("probe.py", __doc__)
     parser.add_argument("--text", required=True, help="a sentence; with [MASK] for a model trained with mlm")
     parser.add_argument("--ckpt", help="run folder or checkpoint file (default: the newest under out/)")
     args = parser.parse_args(argv)

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ try:
 except ImportError:
     resource = None
 
-from data import Batches, Corpus, HelpFormatter, add_data_flags, encoding_arguments, one_line_errors, prepare, write_json
+from data import Batches, Corpus, Parser, add_data_flags, encoding_arguments, one_line_errors, prepare, removed, write_json
 from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint, warm_start
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, parse_objective, stream
 
@@ -59,9 +60,11 @@ PRESETS = {
     "base": dict(n_layer=12, d_model=768, n_head=12, d_ff=3072, block_size=512, batch_size=32, grad_accum=8, lr=1e-4,
                  warmup=10_000, steps=1_000_000, mask_rate=.15, **BERT, **WEB),
 }
+STOP_EVERY = 10                         # steps between agreeing to stop, with several processes
 EVAL_ROWS, EVAL_BATCH = 512, 32         # validation: fixed rows, fixed corruption, the same for every run
 # Flags that do not alter what a run computes: they may change when it is resumed.
-FREE_FLAGS = {"resume", "out_dir", "cache", "device", "dtype", "compile", "log_every", "eval_every", "keep_every"}
+FREE_FLAGS = {"resume", "init_from", "out_dir", "cache", "device", "dtype", "compile", "log_every", "eval_every", "keep_every",
+              "grad_accum"}             # 2 processes x 1 is 1 process x 2: their product is compared
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -75,8 +78,7 @@ def presets_text():
 
 def parse_args(argv=None):
     """Flags over preset over defaults -> namespace with every value set. Exits with 2 on a mistake."""
-    parser = argparse.ArgumentParser(usage="python train.py [flags]", description=__doc__, epilog=presets_text(),
-                                     formatter_class=HelpFormatter)
+    parser = Parser("train.py", __doc__, presets_text())
     of, enc = ObjectiveConfig, EncoderConfig
     group = parser.add_argument_group("what is trained")
     group.add_argument("--pe", default=enc.pe, help=f"positional scheme (default: %(default)s): {', '.join(PE_NAMES)}; "
@@ -176,7 +178,7 @@ def pick_device(name):
     if not has_kernels(major, minor, torch.cuda.get_arch_list()):
         card = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
         raise ValueError(f"this torch ({torch.__version__}) has no kernels for {card}; "
-                         "for a V100: pip install 'torch<2.14' --index-url https://download.pytorch.org/whl/cu126")
+                         "for a V100: pip install --force-reinstall 'torch>=2.10,<2.14' --index-url https://download.pytorch.org/whl/cu126")
     return device
 
 
@@ -284,6 +286,7 @@ class Updater:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self.done = torch.zeros((), device=device)          # updates made
         self.skipped = torch.zeros((), device=device)       # in a row, just now
+        self.lost = torch.zeros((), device=device)          # skipped since this process started
 
     def lr(self):
         """Linear warm-up over `warmup` updates to lr, then linear decay to 0 at `steps`."""
@@ -293,7 +296,7 @@ class Updater:
 
     def step(self):
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.params, 1.0, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.params, 1.0)
         bad = (~norm.isfinite()).float()
         for group in self.optimizer.param_groups:
             group["lr"].copy_(self.lr())
@@ -306,24 +309,40 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1 - bad
         self.skipped = (self.skipped + 1) * bad
+        self.lost += bad
 
     def check(self, step, log):
         """Called at log lines, where the host may wait. Exits with 1 when training has broken down."""
-        limit = 10 if self.scaler.is_enabled() else 1       # a scaler skips while it looks for its scale: normal
-        if self.skipped >= limit or self.done + self.skipped < step and not self.scaler.is_enabled():
+        # A scaler skips while it looks for its scale: ten in a row are not normal. Without one, none is.
+        if self.skipped >= 10 if self.scaler.is_enabled() else self.lost > 0:
             losses = ", ".join(f"{x:.3f}" for x in log[-3:])
             stop(1, f"gradient not finite near step {step} (losses before: {losses}); nothing was written after the last "
                  "checkpoint: try a lower --lr, or --dtype float32 or bfloat16")
 
     def state_dict(self):
-        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "done": self.done,
-                "skipped": self.skipped}
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(), "done": self.done}
 
     def load_state_dict(self, state):
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"].to(self.done.device)
+        if self.scaler.is_enabled() and state["scaler"]:    # it may have been saved under another --dtype
+            self.scaler.load_state_dict(state["scaler"])
         self.done.copy_(state["done"])
-        self.skipped.copy_(state["skipped"])
+
+
+@contextlib.contextmanager
+def one_line_failures(run=None):
+    """What breaks under way (memory, disk) ends with one line and exit code 1; other exceptions are bugs and show."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        last = f"; the last checkpoint is of step {run.saved}" if run else ""
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            stop(1, f"out of memory: lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model{last}")
+        if isinstance(error, OSError):
+            stop(1, f"{error}{last}")
+        raise
 
 
 def stop(code, message):
@@ -338,31 +357,35 @@ def stop(code, message):
 
 def save(folder, step, model, updater, meta, keep=False):
     """Written aside, flushed to disk, then renamed; the one before stays as ckpt_prev.pt."""
-    file, aside = folder / "ckpt.pt", folder / "ckpt.tmp"
-    with open(aside, "wb") as handle:
-        torch.save({**meta, "step": step, "model": model.state_dict(), **updater.state_dict()}, handle)
-        handle.flush()
-        os.fsync(handle.fileno())
-    if file.exists():
-        previous = folder / "ckpt_prev.tmp"
-        previous.unlink(missing_ok=True)
-        os.link(file, previous)                         # so that ckpt.pt is there at every moment
-        os.replace(previous, folder / "ckpt_prev.pt")
-    os.replace(aside, file)
+    file, aside, previous = folder / "ckpt.pt", folder / "ckpt.tmp", folder / "ckpt_prev.tmp"
+    with removed(aside, previous):
+        with open(aside, "wb") as handle:
+            torch.save({**meta, "step": step, "model": model.state_dict(), **updater.state_dict()}, handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+        if file.exists():
+            link(file, previous)                        # so that ckpt.pt is there at every moment
+            os.replace(previous, folder / "ckpt_prev.pt")
+        os.replace(aside, file)
     if keep:
-        kept = folder / f"ckpt_{step}.pt"
-        kept.unlink(missing_ok=True)
-        os.link(file, kept)
+        link(file, folder / f"ckpt_{step}.pt")
+
+
+def link(file, target):
+    """A second name for a file, or a copy where the file system has no hard links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)
 
 
 def resume(folder, model, updater, meta):
     """Load the run's checkpoint -> its step. Raises ValueError if a flag that alters the run differs."""
     checkpoint = read_checkpoint(folder)
-    then, now = checkpoint["args"], meta["args"]
-    different = [f"--{key} was {then.get(key)}, is {now.get(key)}" for key in sorted({*then, *now} - FREE_FLAGS)
+    then, now = identity(checkpoint), identity(meta)
+    different = [f"{key} was {then.get(key)}, is {now.get(key)}" for key in sorted({*then, *now})
                  if then.get(key) != now.get(key)]
-    if checkpoint["tokenizer_hash"] != meta["tokenizer_hash"]:
-        different.append("the data was made with another tokenizer")
     if different:
         raise ValueError(f"{folder} holds another run: {'; '.join(different)}; give the same flags, or another --out_dir")
     load_strict(model, checkpoint["model"], folder)
@@ -378,6 +401,13 @@ def tell_warm_start(model, path, meta, say):
     for what, names in warm_start(model, checkpoint, path).items():
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         say(f"init_from {path}: {len(names)} tensors {what}" + (f": {shown}" if names and what != "loaded" else ""))
+
+
+def identity(meta):
+    """What makes two runs the same: the flags that alter them, the micro-batches an update, the data."""
+    flags = {f"--{key}": value for key, value in meta["args"].items() if key not in FREE_FLAGS}
+    return {**flags, "--grad_accum times processes": meta["n_micro"], "the data's tokens": meta["data"]["tokens"],
+            "the tokenizer": meta["tokenizer_hash"]}
 
 
 def git_commit():
@@ -421,13 +451,15 @@ def unigram_entropy(corpus):
     return float(-(p * np.log(p)).sum())
 
 
-def beside(loss, baselines):
-    """'0.31 below prior': the lowest baseline that the loss has passed."""
-    passed = {name: value for name, value in baselines.items() if loss < value}
-    if not passed:
-        return ""
-    name = min(passed, key=passed.get)
-    return f" ({passed[name] - loss:.3f} below {name})"
+def beside(found, baselines):
+    """'0.31 below prior': for each part of the objective, the lowest of its baselines that the validation loss has passed."""
+    notes = []
+    for part in [name for name in found if name.removeprefix("val_") in OBJECTIVES]:
+        own = {name: value for name, value in baselines.items() if "." not in name or name.split(".")[0] == part[4:]}
+        if passed := {name: value for name, value in own.items() if found[part] < value}:
+            name = min(passed, key=passed.get)
+            notes.append(f"{passed[name] - found[part]:.3f} below {name}")
+    return f" ({', '.join(notes)})" if notes else ""
 
 
 @torch.no_grad()
@@ -461,18 +493,16 @@ def first_rank_first(rank, world):
         dist.barrier()
 
 
-def agree(received, device, world):
+def agree(received, device):
     """A signal that any rank has got counts for all of them."""
-    if world == 1:
-        return received
     number = torch.tensor(received or 0, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return int(number)
 
 
-def parts_text(scalars):
-    parts = {name: value for name, value in scalars.items() if name in OBJECTIVES}
-    return f" ({', '.join(f'{name} {float(value):.3f}' for name, value in parts.items())})" if len(parts) > 1 else ""
+def parts_text(means):
+    parts = [f"{name} {value:.3f}" for name, value in means.items() if name in OBJECTIVES]
+    return f" ({', '.join(parts)})" if len(parts) > 1 else ""
 
 
 @torch.no_grad()
@@ -535,7 +565,8 @@ def set_up(args) -> Run:
     if resuming and not args.resume:
         raise ValueError(f"{folder} holds a run already: go on with --resume, or name another folder with --out_dir")
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # The others wait while the first prepares the data, which may take hours.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=2))
     with first_rank_first(rank, world):
         corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
     batches = Batches(corpus, args.block_size, args.seed)
@@ -543,7 +574,8 @@ def set_up(args) -> Run:
     model = Pretraining(Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape)), objective).to(device)
     meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
             "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
-            "git": git_commit(), "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
+            "n_micro": args.grad_accum * world, "git": git_commit(),
+            "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
     run = Run(args, rank, world, device, dtype, folder, corpus, batches, model, Updater(model, args, dtype), meta)
     if resuming:
         run.step = run.saved = resume(folder, model, run.updater, meta)
@@ -557,7 +589,6 @@ def start(run):
     args, model = run.args, run.model
     run.baselines = model.baselines(unigram_entropy(run.corpus))
     facts = {key: value for key, value in run.meta.items() if key != "tokenizer"}
-    run.folder.mkdir(parents=True, exist_ok=True)
     run.log = Log(run.folder, {**facts, "baselines": run.baselines}, run.step, run.rank > 0)
     if run.rank == 0:
         write_json(run.folder / "config.json", facts)
@@ -584,12 +615,12 @@ def start(run):
 
 
 def update(run, step):
-    """One update: micro-batches forward and backward, then the optimiser -> mean loss (), scalars of the last one.
+    """One update: micro-batches forward and backward, then the optimiser -> mean loss (), mean scalars.
 
     Data, corruption and dropout are functions of (seed, step, micro), so a resumed run needs no generator's state, and
     2 processes compute what 1 does with twice the accumulation.
     """
-    args, total = run.args, 0
+    args, sums = run.args, {}
     for accum in range(args.grad_accum):
         micro = accum * run.world + run.rank
         tokens = torch.from_numpy(run.batches(step * run.n_micro + micro, args.batch_size)).to(run.device, non_blocking=True)
@@ -600,56 +631,57 @@ def update(run, step):
             with run.cast():
                 loss, scalars = run.net(batch)
             run.updater.scaler.scale(loss / args.grad_accum).backward()
-        total += loss.detach() / args.grad_accum
+        for name, value in {"loss": loss.detach(), **scalars}.items():
+            sums[name] = sums.get(name, 0) + value / args.grad_accum
     run.updater.step()
-    return total, scalars
+    return sums
 
 
 def train(run):
     """The loop: update, now and then a log line, validation and a checkpoint."""
     args, step, signals = run.args, run.step, Signals()
-    total, since, began = torch.zeros((), device=run.device), step, time.perf_counter()
+    sums, since, began = {}, step, time.perf_counter()
     bar = tqdm(total=args.steps, initial=step, unit="step", disable=None if run.rank == 0 else True, leave=False)
     run.model.train()
     while step < args.steps:
-        loss, scalars = update(run, step)
-        total += loss
+        for name, value in update(run, step).items():
+            sums[name] = sums.get(name, 0) + value
         step += 1
         bar.update()
         at_eval = step % args.eval_every == 0 or step == args.steps
         keep = args.keep_every and step % args.keep_every == 0
-        # One process stops at once; several have to agree, at a log line that all of them reach.
-        if step % args.log_every == 0 or at_eval or keep or (signals.received and run.world == 1):
-            mean_loss = float(total) / (step - since)                   # the host waits here, and only here
-            run.updater.check(step, [*run.log.losses, mean_loss])
-            write_log(run, step, mean_loss, scalars, (time.perf_counter() - began) / (step - since), at_eval)
-            leave = agree(signals.received, run.device, run.world)
+        # One process stops at once; several have to agree, at a step that all of them reach.
+        leave = signals.received if run.world == 1 else step % STOP_EVERY == 0 and agree(signals.received, run.device)
+        if step % args.log_every == 0 or at_eval or keep or leave:
+            means = {name: float(value) / (step - since) for name, value in sums.items()}       # here the host waits
+            run.updater.check(step, [*run.log.losses, means["loss"]])
+            write_log(run, step, means, (time.perf_counter() - began) / (step - since), at_eval)
             if run.rank == 0 and (at_eval or keep or leave):
                 save(run.folder, step, run.model, run.updater, run.meta, keep)
                 run.saved = step
             if leave:
                 run.say(f"stopped at step {step}, saved in {run.folder}; go on with the same command and --resume")
                 sys.exit(128 + leave)
-            total.zero_()
+            sums.clear()
             since, began = step, time.perf_counter()
     bar.close()
 
 
-def write_log(run, step, loss, scalars, seconds, at_eval):
+def write_log(run, step, means, seconds, at_eval):
     """One line on the terminal and in log.jsonl; validation where it is due."""
     args = run.args
     rate = args.batch_size * run.n_micro * args.block_size / seconds
-    row = dict(step=step, loss=loss, lr=float(run.updater.lr()), ms_per_step=1e3 * seconds, tokens_per_s=rate,
-               **{name: float(value) for name, value in scalars.items()}, peak_mem_mb=peak_memory_mb(run.device))
-    text = (f"step {step:>6}/{args.steps}  loss {loss:.4f}{parts_text(scalars)}  lr {row['lr']:.1e}  "
+    row = dict(step=step, **means, lr=float(run.updater.lr()), ms_per_step=1e3 * seconds, tokens_per_s=rate,
+               peak_mem_mb=peak_memory_mb(run.device))
+    text = (f"step {step:>6}/{args.steps}  loss {means['loss']:.4f}{parts_text(means)}  lr {row['lr']:.1e}  "
             f"{1e3 * seconds:.0f} ms/step  {rate / 1e3:.1f}k tokens/s")
     if (peak := peak_flops(run.device)) and run.dtype != torch.float32:
         row["mfu"] = run.flops / seconds / (peak * run.world)
         text += f"  MFU {100 * row['mfu']:.0f}%"
     if at_eval and run.rank == 0:
         row.update(evaluate(run.model, run.corpus, run.cast, run.device))
-        text += f"  val {row['val_loss']:.4f}{beside(row['val_loss'], run.baselines)}"
-    run.log.losses.append(loss)
+        text += f"  val {row['val_loss']:.4f}{beside(row, run.baselines)}"
+    run.log.losses.append(means["loss"])
     run.log(text + (f"  {row['peak_mem_mb'] / 1024:.1f} GB" if row["peak_mem_mb"] else ""), **row)
 
 
@@ -658,12 +690,10 @@ def main(argv=None):
     keep_memory()
     with one_line_errors():
         run = set_up(args)
-    start(run)
-    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    with one_line_failures(run):
+        start(run)
         train(run)
-    except torch.OutOfMemoryError:
-        stop(1, f"out of memory: lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model; the last "
-             f"checkpoint is of step {run.saved}")
     if run.world > 1:
         dist.destroy_process_group()
     run.say(f"done: {run.folder}/ckpt.pt\nnext: python probe.py --ckpt {run.folder} --text 'a sentence of yours'   |   "
