@@ -380,7 +380,7 @@ def main(argv=None):
         else:
             torch.manual_seed(seed)
             model = Classifier(fresh(), len(task.classes)).to(device)
-            with one_line_failures():
+            with one_line_failures("lower --batch_size or --length"):
                 train_one(model, rows, args, seed, device, dtype)
             predictions = {name: predict(model, found, device, dtype) for name, found in evaluations.items()}
         for name, found in evaluations.items():

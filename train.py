@@ -332,14 +332,14 @@ class Updater:
 
 
 @contextlib.contextmanager
-def one_line_failures(run=None):
+def one_line_failures(remedy, run=None):
     """What breaks under way (memory, disk) ends with one line and exit code 1; other exceptions are bugs and show."""
     try:
         yield
     except (RuntimeError, OSError) as error:
         last = f"; the last checkpoint is of step {run.saved}" if run else ""
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            stop(1, f"out of memory: lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model{last}")
+            stop(1, f"out of memory: {remedy}{last}")
         if isinstance(error, OSError):
             stop(1, f"{error}{last}")
         raise
@@ -691,7 +691,7 @@ def main(argv=None):
     with one_line_errors():
         run = set_up(args)
         run.folder.mkdir(parents=True, exist_ok=True)
-    with one_line_failures(run):
+    with one_line_failures("lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model", run):
         start(run)
         train(run)
     if run.world > 1:
