@@ -1242,7 +1242,7 @@ def test_a_card_without_kernels_is_noticed(card, built, runs):
 
 
 def test_each_part_is_set_beside_its_own_baselines():
-    assert train.beside({"val_loss": 4.5, "val_pplm": 4.5}, {"prior": 4.6, "uniform": 4.8}) == " (0.100 below prior)"
+    assert train.beside({"pplm": 4.4, "val_loss": 4.5, "val_pplm": 4.5}, {"prior": 4.6, "uniform": 4.8}) == " (0.100 below prior)"
     both = {"mlm.uniform": 9.0, "mlm.unigram": 6.7, "pplm.uniform": 4.8, "pplm.prior": 4.6}
     assert (
         train.beside({"val_loss": 11.0, "val_mlm": 6.5, "val_pplm": 4.7}, both)

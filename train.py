@@ -454,11 +454,12 @@ def unigram_entropy(corpus):
 def beside(found, baselines):
     """'0.31 below prior': for each part of the objective, the lowest of its baselines that the validation loss has passed."""
     notes = []
-    for part in [name for name in found if name.removeprefix("val_") in OBJECTIVES]:
-        own = {name: value for name, value in baselines.items() if "." not in name or name.split(".")[0] == part[4:]}
-        if passed := {name: value for name, value in own.items() if found[part] < value}:
+    for part in [name for name in OBJECTIVES if f"val_{name}" in found]:
+        loss = found[f"val_{part}"]
+        own = {name: value for name, value in baselines.items() if "." not in name or name.split(".")[0] == part}
+        if passed := {name: value for name, value in own.items() if loss < value}:
             name = min(passed, key=passed.get)
-            notes.append(f"{passed[name] - found[part]:.3f} below {name}")
+            notes.append(f"{passed[name] - loss:.3f} below {name}")
     return f" ({', '.join(notes)})" if notes else ""
 
 
