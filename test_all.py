@@ -1621,6 +1621,8 @@ def test_encode_cuts_the_longest_first(corpus):
     short = tokenizer.encode_ordinary("a dog")
     assert len(ids) == 20 and ids[0] == cfg.cls_id and ids[-1] == cfg.sep_id and ids[-1 - len(short):-1] == short
     assert ids.count(cfg.sep_id) == 2
+    swapped = finetune.encode(("a dog", "the fox " * 30), tokenizer, cfg, 20)
+    assert len(swapped) == 20 and swapped[1:1 + len(short)] == short, "whichever of the two is longer"
     assert finetune.encode(("the fox",), tokenizer, cfg, 20) == [cfg.cls_id, *tokenizer.encode_ordinary("the fox"), cfg.sep_id]
     assert cfg.mask_id in finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
 
