@@ -292,6 +292,7 @@ def train_bpe(words: collections.Counter, n_ids: int) -> list[bytes]:
 
 
 def merge(parts, pair, merged):
+    """Join every occurrence of the pair in a word's parts, from the left."""
     out, i = [], 0
     while i < len(parts):
         if i + 1 < len(parts) and parts[i] == pair[0] and parts[i + 1] == pair[1]:
@@ -502,6 +503,7 @@ def removed(*files):
 
 
 def open_corpus(folder) -> Corpus:
+    """A prepared folder -> Corpus. Raises ValueError when a map is not as long as its meta file says."""
     meta, state = (json.loads((folder / name).read_text()) for name in ("meta.json", "tokenizer.json"))
     maps = []
     for split in ("train", "val"):

@@ -295,6 +295,7 @@ class Updater:
         return a.lr * torch.minimum(t / max(1, a.warmup), decay).clamp(0, 1)
 
     def step(self):
+        """One update from the gradients that are there, which it clears."""
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.params, 1.0)
         bad = (~norm.isfinite()).float()
