@@ -4,8 +4,9 @@
     python results/tables.py collect schemes out/*      # run folders -> results/schemes.jsonl, a row a run
 
 schemes.jsonl, objectives.jsonl   pre-training runs
-finetune.jsonl  fine-tuning runs (results.jsonl of run folders)
-bench.json      bench.py --json          pplm.jsonl      the log of the run in the README's figure
+finetune.jsonl                    fine-tuning runs (results.jsonl of run folders)
+bench.json                        bench.py --json
+pplm.jsonl                        the log of the run in the README's figure
 """
 
 import json
