@@ -393,11 +393,16 @@ class Corpus:
 
 
 class Batches:
-    """Rows in an order that is a function of (seed, index): a new permutation each epoch, nothing to save."""
+    """Rows in an order that is a function of (seed, index): a new permutation each epoch, nothing to save.
 
-    def __init__(self, corpus: Corpus, L, seed):
+    With a fraction below 1 only that share of the rows is used, the same for every seed.
+    """
+    def __init__(self, corpus: Corpus, L, seed, fraction=1.0):
         self.corpus, self.L, self.seed, self.epoch = corpus, L, seed, None
-        self.n = corpus.n_rows("train", L)
+        self.kept = np.arange(corpus.n_rows("train", L), dtype=np.uint32)
+        if fraction < 1:
+            self.kept = np.sort(np.random.default_rng(0).permutation(self.kept)[:round(fraction * len(self.kept))])
+        self.n = len(self.kept)
         if self.n < 1 or corpus.n_rows("val", L) < 1:
             raise ValueError(f"{corpus.folder} holds {len(corpus.train):,} tokens for training and {len(corpus.val):,} "
                              f"for validation: too few for one row of {L}; take more text or a smaller --block_size")
@@ -409,7 +414,7 @@ class Batches:
     def row(self, i):
         if i // self.n != self.epoch:
             self.epoch = i // self.n
-            self.order = np.random.default_rng((self.seed, self.epoch)).permutation(np.arange(self.n, dtype=np.uint32))
+            self.order = np.random.default_rng((self.seed, self.epoch)).permutation(self.kept)
         return int(self.order[i % self.n])
 
 

@@ -614,13 +614,15 @@ class Encoder(nn.Module):
         """
         return self._run(tokens, pos, pad, causal, len(self.blocks))[0]
 
+    def embed(self, tokens, pos):
+        """The input of the first layer, before dropout: words, plus positions where the scheme adds them -> (B, L, C)."""
+        x = self.tok(tokens) * self.pe.token_scale
+        input_positions = self.pe.call("embed", pos)
+        return self.norm(x if input_positions is None else x + input_positions)
+
     def _run(self, tokens, pos, pad, causal, n_blocks):
         pos = self.positions(tokens, pos)
-        x = self.tok(tokens) * self.pe.token_scale                                  # (B, L, C)
-        input_positions = self.pe.call("embed", pos)
-        if input_positions is not None:
-            x = x + input_positions
-        x = self.drop(self.norm(x))
+        x = self.drop(self.embed(tokens, pos))
         mask = self.pe.mask(pos, pad, causal, compute_dtype(x))
         for block in self.blocks[:n_blocks]:
             x = block(x, self.pe, pos, mask)

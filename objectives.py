@@ -3,11 +3,16 @@
 name          from     what is corrupted                    what is predicted
 mlm           BERT     15% of the tokens (80% [MASK],       the token, at those places only
                        10% random, 10% kept)
+clm           P0       nothing; attention is causal         the next token
 pmlm          P0 3.1   the positions of 60% of the tokens,  the true offset of ordered pairs with a hidden end
                        hidden
 pplm          P0 3.1   the same, permuted among themselves  the true offset of all ordered pairs i != j
 pplm_some     P0 3.1   the same                             that of the pairs whose two ends really moved
 pplm_binary   P0 3.1   the same                             is the pair's given offset its true one?
+tc            P2 eq 8  nothing                              which of K + 1 tokens stands in the same context
+taco          P2 eq 11 mlm+tc
+nsp           BERT     [SEP] in the middle; in half of the  does the second half follow the first?
+                       rows another row's second half
 
 Joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. An objective has two halves:
 
@@ -24,6 +29,7 @@ comparable; each has its own baselines, printed when training starts.
 import hashlib
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import tiktoken
@@ -38,27 +44,95 @@ from model import (
     Encoder,
     EncoderConfig,
     XavierLinear,
+    compute_dtype,
     init_weights,
     load_strict,
     read_checkpoint,
 )
 
 PAIR_HIDDEN = 64                # width of the pair head's MLP
-PAIR_CHUNK_BYTES = 256 << 20    # float32 logits of the pair head that may be alive at once
+CHUNK_BYTES = 512 << 20         # float32 logits over pairs or over the vocabulary that may be alive at once
 
 
 @dataclass
 class ObjectiveConfig:
-    """The one home of every default of the objectives. Raises ValueError on a rate that cannot be."""
+    """The one home of every default of the objectives. Raises ValueError on what cannot be, or would have no effect."""
     objective: str = "mlm"
-    mask_rate: float = 0.15     # mlm: share of tokens selected
-    pos_rate: float = 0.60      # share of positions hidden or permuted (P0)
+    loss_weights: tuple | None = None   # one a part, in the order of `objective`; None: 1 each
+    mask_rate: float = 0.15             # mlm: share of tokens selected
+    whole_word: bool = False            # mlm: select whole words
+    mlm_on: str = "masked"              # or all: also the mean over the tokens that were not selected (P2's MLM+TP)
+    pos_rate: float = 0.60              # share of positions hidden or permuted (P0)
+    pair_loss: str = "ce"               # or wasserstein, smooth_l1 (P0's future work)
+    pair_scores: str = "total"          # or content: without positional terms (P0's formula read literally)
+    pair_head: str = "mlp"              # or linear
+    tc_on: str = "all"                  # or masked, unmasked: which tokens are anchors (P2's concentrated TACO: masked)
+    tc_embedding: str = "input"         # or original, input_layer: what is subtracted from the hidden state
+    tc_window: int = 5                  # positives stand at most (window - 1) / 2 away
+    tc_negatives: int = 50
+    tc_temperature: float = 0.07
 
     def __post_init__(self):
         for name in ("mask_rate", "pos_rate"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; a rate is between 0 and 1, both excluded")
-        parse_objective(self.objective)
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose from {', '.join(values)}")
+        if self.tc_window < 3 or self.tc_window % 2 == 0:
+            raise ValueError(f"tc_window is {self.tc_window}; it must be odd and at least 3")
+        for name in ("tc_negatives", "tc_temperature"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        self.sort_parts()
+        self.check_use()
+
+    def sort_parts(self):
+        """Parts in the order of corruption, whatever the spelling, and their weights with them."""
+        given = [part for name in self.objective.split("+") for part in ALIASES.get(name, name).split("+")]
+        names = parse_objective(self.objective)
+        if self.loss_weights is not None:
+            if len(self.loss_weights) != len(given) or not all(0 < w < math.inf for w in self.loss_weights):
+                raise ValueError(f"loss_weights {' '.join(f'{w:g}' for w in self.loss_weights)}: {'+'.join(given)} wants "
+                                 f"{len(given)} positive numbers")
+            self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
+        self.objective = "+".join(names)
+
+    def check_use(self):
+        """A setting that would do nothing is refused."""
+        names = self.objective.split("+")
+        default = {f.name: f.default for f in fields(self)}
+        for prefix, users in {"mlm_on": ("mlm",), "whole_word": ("mlm",), "pair_": KINDS["position"], "tc_": ("tc",)}.items():
+            for name in default:
+                if name.startswith(prefix) and getattr(self, name) != default[name] and not set(users) & set(names):
+                    raise ValueError(f"{name} is for {', '.join(users)}; the objective is {self.objective}")
+        if self.tc_on != "all" and "mlm" not in names:
+            raise ValueError(f"tc_on {self.tc_on} needs mlm, which says what is masked; the objective is {self.objective}")
+        if self.pair_loss != "ce" and "pplm_binary" in names:
+            raise ValueError(f"pair_loss {self.pair_loss} is a distance between offsets; pplm_binary has two classes")
+
+
+CHOICES = {"mlm_on": ("masked", "all"), "pair_loss": ("ce", "wasserstein", "smooth_l1"), "pair_scores": ("total", "content"),
+           "pair_head": ("mlp", "linear"), "tc_on": ("all", "masked", "unmasked"),
+           "tc_embedding": ("input", "original", "input_layer")}
+# Corruption goes in this order; a sum has at most one of each kind.
+KINDS = {"sentence": ("nsp",), "token": ("mlm", "clm"), "position": ("pmlm", "pplm", "pplm_some", "pplm_binary"),
+         "contrastive": ("tc",)}
+ALIASES = {"taco": "mlm+tc"}
+
+
+def parse_objective(objective: str) -> list[str]:
+    """'pplm+mlm' -> ['mlm', 'pplm'], in the order of corruption. Raises ValueError, with the reason."""
+    names = [part for name in objective.split("+") for part in ALIASES.get(name, name).split("+")]
+    for name in names:
+        if name not in OBJECTIVES:
+            raise ValueError(f"unknown objective {name!r}; choose from {', '.join(OBJECTIVES)}, or a sum such as mlm+pplm")
+    for kind, group in KINDS.items():
+        if sum(name in group for name in names) > 1:
+            raise ValueError(f"objective {objective}: at most one {kind} objective ({', '.join(group)})")
+    if "clm" in names and {"nsp", *KINDS["position"]} & set(names):
+        raise ValueError(f"objective {objective}: clm reads from the left, so it goes with neither positions nor nsp")
+    return [name for group in KINDS.values() for name in group if name in names]
 
 
 def new_batch(tokens, vocab_size) -> dict:
@@ -72,18 +146,37 @@ def stream(device, *key) -> torch.Generator:
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def select(eligible, rate, generator):
-    """k = round(rate * (L - 2)) uniformly chosen eligible places a row -> slots (B, k) int64, valid (B, k) bool."""
+def select(eligible, rate, generator, starts=None):
+    """k = round(rate * (L - 2)) random eligible places a row -> slots (B, k) int64, valid (B, k) bool.
+
+    Uniform; or, given which places start a word (B, L) bool, whole words in random order, the last one cut.
+    """
     B, L = eligible.shape
     k = round(rate * (L - 2))
-    score = torch.rand(B, L, generator=generator, device=eligible.device).masked_fill(~eligible, -1.0)
-    score, slots = score.topk(k, dim=1)         # sorted: the valid slots come first
-    return slots, score >= 0
+    score = torch.rand(B, L, generator=generator, device=eligible.device)
+    if starts is not None:
+        score = score.gather(1, starts.long().cumsum(1).clamp(max=L - 1))       # all pieces of a word have its score
+    score, order = score.masked_fill(~eligible, -1.0).sort(dim=1, descending=True, stable=True)
+    return order[:, :k], score[:, :k] >= 0                                      # the valid slots come first
+
+
+def in_chunks(sums, n, item_bytes):
+    """sums(start, stop) -> tensor, added up over chunks of 0 .. n that fit CHUNK_BYTES.
+
+    Chunks are computed again in the backward pass, so that one is alive at a time: a row of L tokens has L^2 (2L - 1)
+    logits of pairs, or L V of words.
+    """
+    size = max(1, min(n, CHUNK_BYTES // item_bytes))
+    if size == n or not torch.is_grad_enabled():
+        return sum(sums(start, min(start + size, n)) for start in range(0, n, size))
+    return sum(checkpoint(sums, start, min(start + size, n), use_reentrant=False, preserve_rng_state=False)
+               for start in range(0, n, size))
 
 
 class Objective(nn.Module):
     """The seam: subclasses override these four."""
     hides_positions = False     # puts UNKNOWN_POS into pos, which a scheme has to allow
+    min_rows = 1                # rows that a batch must have
 
     def __init__(self, encoder: Encoder, cfg: ObjectiveConfig):
         super().__init__()
@@ -105,8 +198,8 @@ class Objective(nn.Module):
 # ---------------------------------------------------------------------------------------------------------
 # Tokens
 
-class MLM(Objective):
-    """Masked language modelling (BERT): the head runs at the k selected places only."""
+class TokenObjective(Objective):
+    """The head of mlm and clm: dense, GELU, LayerNorm, the tied embedding and a bias."""
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
@@ -116,40 +209,80 @@ class MLM(Objective):
         self.norm = nn.LayerNorm(C, eps=encoder.config.norm_eps)
         self.bias = nn.Parameter(torch.zeros(self.vocab_size))
 
-    def check(self, L):
-        if round(self.cfg.mask_rate * (L - 2)) < 1:
-            raise ValueError(f"mask_rate {self.cfg.mask_rate} of {L - 2} tokens selects none: take a larger rate or longer rows")
-
-    def corrupt(self, batch, generator):
-        slots, valid = select(batch["eligible"], self.cfg.mask_rate, generator)
-        target = batch["original"].gather(1, slots)                                 # (B, k)
-        dice = torch.rand(slots.shape, generator=generator, device=slots.device)
-        random = torch.randint(self.vocab_size - N_SPECIALS, slots.shape, generator=generator, device=slots.device)
-        shown = torch.where(dice < 0.8, self.mask_id, torch.where(dice < 0.9, random, target))
-        shown = torch.where(valid, shown, target)
-        batch["tokens"] = batch["tokens"].scatter(1, slots, shown)
-        batch.update(mlm_slots=slots, mlm_target=target, mlm_weight=valid.float())
-
     def logits(self, encoder, hidden):
-        """(..., C) -> (..., V): dense, GELU, LayerNorm, the tied embedding and a bias. Padded ids never leave."""
+        """(..., C) -> (..., V). Padded ids never leave."""
         x = self.norm(F.gelu(self.dense(hidden)))
         return F.linear(x, encoder.tok.weight)[..., :self.vocab_size] + self.bias
 
-    def loss(self, encoder, hidden, batch):
-        slots, weight = batch["mlm_slots"], batch["mlm_weight"].flatten()
-        at_slots = hidden.gather(1, slots[..., None].expand(-1, -1, hidden.size(-1)))   # (B, k, C)
-        logits = self.logits(encoder, at_slots).float().flatten(0, 1)               # (B*k, V)
-        target = batch["mlm_target"].flatten()
-        loss = F.cross_entropy(logits, target, reduction="none")
-        scalars = {} if self.training else {"mlm_accuracy": mean(logits.argmax(-1) == target, weight)}
-        return mean(loss, weight), scalars
+    def score(self, encoder, hidden, target, weight):
+        """hidden (N, C), target (N,), weight (N,) bool -> (2,): mean cross-entropy, accuracy (0 in training)."""
+        def sums(start, stop):
+            logits = self.logits(encoder, hidden[start:stop]).float()               # (n, V)
+            w = weight[start:stop].float()
+            loss = F.cross_entropy(logits, target[start:stop], reduction="none")
+            right = torch.zeros_like(w) if self.training else (logits.argmax(-1) == target[start:stop]) * w
+            return torch.stack(((loss * w).sum(), right.sum()))
+        return in_chunks(sums, len(target), 4 * self.vocab_size) / weight.sum().clamp(min=1)
 
     def baselines(self, L, unigram):
         return {"uniform": math.log(self.vocab_size - N_SPECIALS), "unigram": unigram}
 
 
-def mean(values, weight):
-    return (values * weight).sum() / weight.sum().clamp(min=1)
+class MLM(TokenObjective):
+    """Masked language modelling (BERT): the head runs at the k selected places only, unless mlm_on is all."""
+
+    def __init__(self, encoder, cfg):
+        super().__init__(encoder, cfg)
+        self.starts = nn.Buffer(word_starts(encoder.tokenizer, self.vocab_size), persistent=False) if cfg.whole_word else None
+
+    def check(self, L):
+        if round(self.cfg.mask_rate * (L - 2)) < 1:
+            raise ValueError(f"mask_rate {self.cfg.mask_rate} of {L - 2} tokens selects none: take a larger rate or longer rows")
+
+    def corrupt(self, batch, generator):
+        original, eligible = batch["original"], batch["eligible"]
+        starts = None if self.starts is None else self.starts[original] | ~eligible.roll(1, 1)      # after a special too
+        slots, valid = select(eligible, self.cfg.mask_rate, generator, starts)
+        target = original.gather(1, slots)                                          # (B, k)
+        dice = torch.rand(slots.shape, generator=generator, device=slots.device)
+        random = torch.randint(self.vocab_size - N_SPECIALS, slots.shape, generator=generator, device=slots.device)
+        shown = torch.where(dice < 0.8, self.mask_id, torch.where(dice < 0.9, random, target))
+        shown = torch.where(valid, shown, target)
+        batch["tokens"] = batch["tokens"].scatter(1, slots, shown)
+        masked = torch.zeros_like(eligible).scatter(1, slots, valid)
+        batch.update(mlm_slots=slots, mlm_target=target, mlm_weight=valid, mlm_masked=masked)
+
+    def loss(self, encoder, hidden, batch):
+        slots = batch["mlm_slots"]
+        at_slots = hidden.gather(1, slots[..., None].expand(-1, -1, hidden.size(-1)))       # (B, k, C)
+        loss, right = self.score(encoder, at_slots.flatten(0, 1), batch["mlm_target"].flatten(), batch["mlm_weight"].flatten())
+        scalars = {} if self.training else {"mlm_accuracy": right}
+        if self.cfg.mlm_on == "all":        # mean over the masked plus mean over the rest (P2 sec 5.2, MLM+TP)
+            rest = batch["eligible"] & ~batch["mlm_masked"]
+            loss = loss + self.score(encoder, hidden.flatten(0, 1), batch["original"].flatten(), rest.flatten())[0]
+        return loss, scalars
+
+    def baselines(self, L, unigram):
+        n_means = 2 if self.cfg.mlm_on == "all" else 1
+        return {name: n_means * value for name, value in super().baselines(L, unigram).items()}
+
+
+class CLM(TokenObjective):
+    """Causal language modelling: every place predicts the token after it. Attention sees what stands to the left."""
+
+    def loss(self, encoder, hidden, batch):
+        loss, right = self.score(encoder, hidden[:, :-1].flatten(0, 1), batch["original"][:, 1:].flatten(),
+                                 batch["eligible"][:, 1:].flatten())
+        return loss, {} if self.training else {"clm_accuracy": right}
+
+
+def word_starts(tokenizer, vocab_size) -> torch.Tensor:
+    """(V,) bool: which pieces begin a word, i.e. do not begin with a letter or a digit. Specials do."""
+    if tokenizer is None:
+        raise ValueError("whole_word needs the encoder's tokenizer, to know which pieces begin a word")
+    n = vocab_size - N_SPECIALS
+    inside = [(piece := tokenizer.decode_single_token_bytes(i))[0] >= 128 or piece[:1].isalnum() for i in range(n)]
+    return torch.tensor([not x for x in inside] + [True] * N_SPECIALS)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -159,27 +292,51 @@ class PairHead(nn.Module):
     """s_ij in R^H -> psi -> logits of the pair's class (P0 sec 3).
 
     s is one more attention layer's logits on the final hidden states: its own W_q, W_k through Encoder.logits,
-    so with the scheme's positional terms and scale. Not the last block's own scores: that block's value, output
-    and FFN weights would get no gradient and reach fine-tuning untrained. psi is H -> 64, GELU, -> n_class.
+    so with the scheme's positional terms and scale (`total`), or q_i . k_j / sqrt(D) alone (`content`). Not the last
+    block's own scores: that block's value, output and FFN weights would get no gradient and reach fine-tuning
+    untrained. psi is H -> 64, GELU, -> n_class (`mlp`), or H -> n_class (`linear`).
     """
-    def __init__(self, encoder, n_class):
+    def __init__(self, encoder, cfg, n_class):
         super().__init__()
         C, self.n_head = encoder.config.d_model, encoder.config.n_head
+        self.total, self.n_class = cfg.pair_scores == "total", n_class
         self.query, self.key = XavierLinear(C, C), XavierLinear(C, C)
-        self.table = encoder.pe.pair_table()        # rel_k has a table a layer: this one is the head's
-        self.psi = nn.Sequential(XavierLinear(self.n_head, PAIR_HIDDEN), nn.GELU(), XavierLinear(PAIR_HIDDEN, n_class))
-        self.n_class = n_class
+        self.table = encoder.pe.pair_table() if self.total else None    # rel_k has a table a layer: this one is the head's
+        mlp = nn.Sequential(XavierLinear(self.n_head, PAIR_HIDDEN), nn.GELU(), XavierLinear(PAIR_HIDDEN, n_class))
+        self.psi = mlp if cfg.pair_head == "mlp" else XavierLinear(self.n_head, n_class)
 
     def scores(self, encoder, hidden, pos):
         """(B, L, C) -> (B, n, n, H) over the inner places."""
         B, L, C = hidden.shape
         q, k = (f(hidden).view(B, L, self.n_head, -1).transpose(1, 2) for f in (self.query, self.key))
-        s = encoder.logits(q, k, encoder.positions(hidden[..., 0], pos), self.table)    # (B, H, L, L)
+        if self.total:
+            s = encoder.logits(q, k, encoder.positions(hidden[..., 0], pos), self.table)    # (B, H, L, L)
+        else:
+            s = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
         return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)
 
-    def chunk_rows(self, B, n):
-        """How many query rows fit the byte budget: peak memory then does not grow with L^3."""
-        return max(1, min(n, PAIR_CHUNK_BYTES // (4 * B * n * self.n_class)))
+
+# How a pair's logits (N, n_class) are held against its class (N,): -> losses (N,), predicted classes (N,). A class is
+# an offset plus L - 1, so their distance is that of the offsets.
+
+def cross_entropy(logits, label, L):
+    return F.cross_entropy(logits, label, reduction="none"), logits.argmax(-1)
+
+
+def wasserstein(logits, label, L):
+    """W1 between the predicted distribution and the one true offset: sum_c p_c |c - y|."""
+    distance = (torch.arange(2 * L - 1, device=label.device) - label[:, None]).abs()        # (N, 2L-1)
+    return (logits.softmax(-1) * distance).sum(-1), logits.argmax(-1)
+
+
+def smooth_l1(logits, label, L):
+    """One number a pair, the offset as a share of L; quadratic within one place."""
+    offset = logits[:, 0]
+    loss = F.smooth_l1_loss(offset, (label - (L - 1)) / L, beta=1 / L, reduction="none")
+    return loss, (offset * L).round().long() + L - 1
+
+
+PAIR_LOSSES = {"ce": cross_entropy, "wasserstein": wasserstein, "smooth_l1": smooth_l1}
 
 
 class PPLM(Objective):
@@ -193,10 +350,10 @@ class PPLM(Objective):
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
         self.L = encoder.config.max_len
-        self.head = PairHead(encoder, self.n_class())
+        self.head = PairHead(encoder, cfg, self.n_class())
 
     def n_class(self):
-        return 2 * self.L - 1
+        return 1 if self.cfg.pair_loss == "smooth_l1" else 2 * self.L - 1
 
     def check(self, L):
         if round(self.cfg.pos_rate * (L - 2)) < 2:
@@ -228,36 +385,43 @@ class PPLM(Objective):
         """All pairs of inner places at once -> (B, n, n, n_class). For short rows; loss works in chunks."""
         return self.head.psi(self.head.scores(encoder, hidden, pos))
 
+    def expected_offsets(self, encoder, hidden, pos):
+        """(B, n, n): the mean of the predicted distribution of offsets, or the one number of smooth_l1."""
+        logits = self.pair_logits(encoder, hidden, pos).float()
+        if self.cfg.pair_loss == "smooth_l1":
+            return logits[..., 0] * self.L
+        return logits.softmax(-1) @ (torch.arange(2 * self.L - 1.0, device=logits.device) - (self.L - 1))
+
     def loss(self, encoder, hidden, batch):
         s = self.head.scores(encoder, hidden, batch["pos"])                         # (B, n, n, H)
         eligible, pos = batch["eligible"][:, 1:-1], batch["pos"][:, 1:-1]           # (B, n)
         B, n = eligible.shape
-        rows = self.head.chunk_rows(B, n)
-        recompute = rows < n and torch.is_grad_enabled()    # in the backward pass, one chunk alive at a time
-        sums = 0
-        for start in range(0, n, rows):
-            chunk = (s[:, start:start + rows], eligible, pos, start)
-            sums = sums + (checkpoint(self.chunk_sums, *chunk, use_reentrant=False, preserve_rng_state=False)
-                           if recompute else self.chunk_sums(*chunk))
-        total, n_right, n_pairs = sums
+        rows = partial(self.row_sums, s, eligible, pos)
+        total, n_right, n_pairs = in_chunks(rows, n, 4 * B * n * self.head.n_class)
         scalars = {} if self.training else {f"{self.name}_accuracy": n_right / n_pairs.clamp(min=1)}
         return total / n_pairs.clamp(min=1), scalars
 
-    def chunk_sums(self, s, eligible, pos, start):
-        """Query rows start.. of the scores (B, r, n, H) -> (3,): summed loss, right answers, pairs."""
-        B, r, n, _ = s.shape
+    def row_sums(self, s, eligible, pos, start, stop):
+        """Query rows start .. stop of the scores (B, n, n, H) -> (3,): summed loss, right answers, pairs."""
+        n = s.size(1)
         place = torch.arange(n, device=s.device)
-        touched, mine = pos != place + 1, slice(start, start + r)                   # [CLS] has position 0
+        touched, mine = pos != place + 1, slice(start, stop)                        # [CLS] has position 0
         i, true = place[mine, None], place - place[mine, None]                      # (r, 1), (r, n)
-        label = self.label(true, pos[:, None] - pos[:, mine, None]).expand(B, r, n)
         weight = (eligible[:, mine, None] & eligible[:, None] & (i != place)
                   & self.scored(touched[:, mine, None], touched[:, None])).float()  # (B, r, n)
-        logits = self.head.psi(s).float()                                           # (B, r, n, n_class)
-        loss = F.cross_entropy(logits.flatten(0, 2), label.flatten(), reduction="none").view_as(weight)
-        right = 0 * weight if self.training else weight * (logits.argmax(-1) == label)
+        label = self.label(true, pos[:, None] - pos[:, mine, None]).expand_as(weight)
+        logits = self.head.psi(s[:, mine]).float()                                  # (B, r, n, n_class)
+        measure = PAIR_LOSSES[self.cfg.pair_loss]
+        loss, predicted = (x.view_as(weight) for x in measure(logits.flatten(0, 2), label.flatten(), self.L))
+        right = 0 * weight if self.training else weight * (predicted == label)
         return torch.stack(((loss * weight).sum(), right.sum(), weight.sum()))
 
     def baselines(self, L, unigram):
+        prior = L / 3 - 1 / 3       # mean |offset| of two different places among n: the best constant is 0
+        if self.cfg.pair_loss == "wasserstein":
+            return {"prior": prior}
+        if self.cfg.pair_loss == "smooth_l1":
+            return {"prior": (prior - 0.5) / L}
         known = position_baselines(L, self.cfg.pos_rate)
         return {"uniform": math.log(2 * L - 1), **{key: known[key] for key in self.baseline_names}}
 
@@ -369,22 +533,134 @@ def copy_weights(n, k, a, b):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Contexts
+
+class TC(Objective):
+    """Token-alignment contrastive loss (P2 eq 8): what context gives to a token is alike for neighbours.
+
+    g = h - e, the hidden state less the word's embedding. For every token, InfoNCE over cosines / temperature with
+    one positive, a near token of its row, and K negatives, tokens of other rows; both detached (P2's code; its text
+    is silent: departure).
+    """
+    min_rows = 2
+
+    def corrupt(self, batch, generator):
+        """Draws tc_candidates (B, L, 1 + K), places in the flat batch, the positive first, and tc_weight (B, L)."""
+        if len(batch["tokens"]) < 2:
+            raise ValueError("tc takes its negatives from other rows: a batch needs at least 2")
+        eligible = batch["eligible"]
+        B, L = eligible.shape
+        m = eligible.sum(1, keepdim=True)                                           # (B, 1) eligible tokens of each row
+        anchors = {"all": eligible, "masked": batch.get("mlm_masked"), "unmasked": eligible}[self.cfg.tc_on]
+        if self.cfg.tc_on == "unmasked":
+            anchors = anchors & ~batch["mlm_masked"]
+        rows = L * torch.arange(B, device=eligible.device)[:, None, None]
+        candidates = torch.cat((rows + self.positives(eligible, m, generator)[..., None],
+                                self.negatives(eligible, m, generator)), -1)
+        batch.update(tc_candidates=candidates, tc_weight=anchors & (m > 1) & (m.sum() > m))
+
+    def positives(self, eligible, m, generator):
+        """A uniform eligible place other than i at distance 1 .. (W-1)/2; where there is none, any of the row -> (B, L)."""
+        B, L = eligible.shape
+        device, half = eligible.device, (self.cfg.tc_window - 1) // 2
+        place = torch.arange(L, device=device)
+        steps = torch.tensor([d for d in range(-half, half + 1) if d], device=device)
+        near = place[:, None] + steps                                               # (L, W-1)
+        inside = (near >= 0) & (near < L)
+        there = eligible[:, near.clamp(0, L - 1)] & inside                          # (B, L, W-1)
+        score = torch.rand(there.shape, generator=generator, device=device).masked_fill(~there, -1)
+        best, which = score.max(-1)                                                 # (B, L)
+        # Any other: the u-th eligible place, i itself left out.
+        order = (~eligible).long().sort(dim=1, stable=True).indices                 # eligible places first
+        rank = eligible.long().cumsum(1) - 1                                        # of i among them
+        u = draw((m - 1).clamp(min=1).expand(B, L), generator)
+        far = order.gather(1, (u + (u >= rank)).clamp(max=L - 1))
+        return torch.where(best >= 0, (place + steps[which]).clamp(0, L - 1), far)
+
+    def negatives(self, eligible, m, generator):
+        """K eligible places of other rows, with replacement -> (B, L, K) places in the flat batch."""
+        B, L = eligible.shape
+        order = (~eligible.flatten()).long().sort(stable=True).indices              # all eligible places, row by row
+        first = (m.cumsum(0) - m)[..., None]                                        # (B, 1, 1) rank of the row's first
+        others = (m.sum() - m).clamp(min=1)[..., None]
+        u = draw(others.expand(B, L, self.cfg.tc_negatives), generator)
+        return order[torch.where(u >= first, u + m[..., None], u).clamp(max=B * L - 1)]     # jumps over the row itself
+
+    def embedding(self, encoder, batch):
+        """e (B, L, C): what is subtracted."""
+        if self.cfg.tc_embedding == "input_layer":                                  # P2's code
+            return encoder.embed(batch["tokens"], encoder.positions(batch["tokens"], batch.get("pos")))
+        tokens = batch["tokens" if self.cfg.tc_embedding == "input" else "original"]
+        return encoder.tok(tokens) * encoder.pe.token_scale
+
+    def loss(self, encoder, hidden, batch):
+        g = F.normalize((hidden - self.embedding(encoder, batch)).float(), dim=-1)  # (B, L, C)
+        dtype = compute_dtype(hidden)       # under autocast: a quarter of the time of gathering float32
+        candidates = F.embedding(batch["tc_candidates"], g.detach().flatten(0, 1).to(dtype))        # (B, L, 1 + K, C)
+        logits = torch.einsum("blc,blkc->blk", g.to(dtype), candidates).float() / self.cfg.tc_temperature
+        weight = batch["tc_weight"].float()
+        n = weight.sum().clamp(min=1)
+        loss = ((logits.logsumexp(-1) - logits[..., 0]) * weight).sum() / n
+        if self.training:
+            return loss, {}
+        return loss, {"tc_accuracy": ((logits[..., 0] > logits[..., 1:].amax(-1)) * weight).sum() / n}
+
+    def baselines(self, L, unigram):
+        return {"constant": math.log(1 + self.cfg.tc_negatives)}
+
+
+def draw(n, generator):
+    """Uniform integers below n (a tensor of counts)."""
+    u = torch.rand(n.shape, generator=generator, device=n.device)
+    return (u * n).long().clamp(max=n - 1)
+
+
+class NSP(Objective):
+    """Next sentence prediction (BERT), on packed rows: [CLS] first half [SEP] second half [SEP].
+
+    The middle eligible token becomes [SEP]. In half of the rows what follows is another row's: the chosen rows pass
+    theirs on in a circle. 0: it follows, 1: it does not; from [CLS], through BERT's pooler.
+    """
+    min_rows = 2
+
+    def __init__(self, encoder, cfg):
+        super().__init__(encoder, cfg)
+        C = encoder.config.d_model
+        self.sep_id, self.vocab_size = encoder.config.sep_id, encoder.config.vocab_size
+        self.dense, self.out = nn.Linear(C, C), nn.Linear(C, 2)
+
+    def corrupt(self, batch, generator):
+        tokens = batch["original"]
+        B, L = tokens.shape
+        if B < 2:
+            raise ValueError("nsp takes second halves from other rows: a batch needs at least 2")
+        m = batch["eligible"].sum(1, keepdim=True)
+        middle = ((batch["eligible"].cumsum(1) > m // 2).long()).argmax(1, keepdim=True)            # (B, 1)
+        chosen = torch.rand(B, generator=generator, device=tokens.device).argsort()[:max(2, B // 2)]
+        donor = torch.arange(B, device=tokens.device)
+        donor[chosen] = chosen.roll(1)
+        after = torch.arange(L, device=tokens.device) > middle                                      # (B, L)
+        mixed = torch.where(after, tokens[donor], tokens).scatter(1, middle, self.sep_id)
+        mixed = torch.where(m > 2, mixed, tokens)           # too short for two halves: left alone, not scored
+        batch.update(new_batch(mixed, self.vocab_size), nsp_weight=(m > 2)[:, 0].float(),
+                     nsp_label=(donor != torch.arange(B, device=tokens.device)).long())
+
+    def loss(self, encoder, hidden, batch):
+        logits = self.out(torch.tanh(self.dense(hidden[:, 0]))).float()             # (B, 2)
+        label, weight = batch["nsp_label"], batch["nsp_weight"]
+        n = weight.sum().clamp(min=1)
+        loss = (F.cross_entropy(logits, label, reduction="none") * weight).sum() / n
+        return loss, {} if self.training else {"nsp_accuracy": ((logits.argmax(-1) == label) * weight).sum() / n}
+
+    def baselines(self, L, unigram):
+        return {"constant": math.log(2)}
+
+
+# ---------------------------------------------------------------------------------------------------------
 # The sum
 
-OBJECTIVES = {"mlm": MLM, "pmlm": PMLM, "pplm": PPLM, "pplm_some": PPLMSome, "pplm_binary": PPLMBinary}
-TOKEN_OBJECTIVES, POSITION_OBJECTIVES = ("mlm",), ("pmlm", "pplm", "pplm_some", "pplm_binary")
-
-
-def parse_objective(objective: str) -> list[str]:
-    """'pplm+mlm' -> ['mlm', 'pplm'], in the order of corruption. Raises ValueError, with the reason."""
-    names = objective.split("+")
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ValueError(f"unknown objective {name!r}; choose from {', '.join(OBJECTIVES)}, or a sum such as mlm+pplm")
-    for kind, group in (("token", TOKEN_OBJECTIVES), ("position", POSITION_OBJECTIVES)):
-        if sum(name in group for name in names) > 1:
-            raise ValueError(f"objective {objective}: at most one {kind} objective ({', '.join(group)})")
-    return sorted(names, key=list(OBJECTIVES).index)        # tokens first, then positions, whatever the spelling
+OBJECTIVES = {"mlm": MLM, "clm": CLM, "pmlm": PMLM, "pplm": PPLM, "pplm_some": PPLMSome, "pplm_binary": PPLMBinary, "tc": TC,
+              **ALIASES, "nsp": NSP}
 
 
 class Pretraining(nn.Module):
@@ -393,7 +669,10 @@ class Pretraining(nn.Module):
     def __init__(self, encoder: Encoder, cfg: ObjectiveConfig):
         super().__init__()
         self.encoder = encoder
-        self.names = parse_objective(cfg.objective)
+        self.names = cfg.objective.split("+")
+        self.weights = dict(zip(self.names, cfg.loss_weights or [1.0] * len(self.names)))
+        self.causal = "clm" in self.names
+        self.min_rows = max(OBJECTIVES[name].min_rows for name in self.names)
         self.objectives = nn.ModuleDict({name: OBJECTIVES[name](encoder, cfg) for name in self.names})
         self.objectives.apply(init_weights)
         for objective in self.objectives.values():
@@ -410,12 +689,12 @@ class Pretraining(nn.Module):
         return batch
 
     def forward(self, batch):
-        """-> loss (), the sum; dict of scalars: each part's loss and what it logs."""
-        hidden = self.encoder(batch["tokens"], batch.get("pos"))
+        """-> loss (), the weighted sum; dict of scalars: each part's loss, unweighted, and what it logs."""
+        hidden = self.encoder(batch["tokens"], batch.get("pos"), causal=self.causal)
         total, scalars = 0, {}
         for name, objective in self.objectives.items():
             loss, more = objective.loss(self.encoder, hidden, batch)
-            total = total + loss
+            total = total + self.weights[name] * loss
             scalars.update({name: loss.detach(), **more})
         return total, scalars
 
@@ -430,8 +709,9 @@ class Pretraining(nn.Module):
 def load_pretraining(path) -> Pretraining:
     """A run folder or checkpoint file -> the encoder with its heads, in eval mode. Raises like model.load."""
     ckpt = read_checkpoint(path)
-    model = Pretraining(Encoder(EncoderConfig(**ckpt["config"])),
-                        ObjectiveConfig(**{f.name: ckpt["args"][f.name] for f in fields(ObjectiveConfig)}))
+    encoder = Encoder(EncoderConfig(**ckpt["config"]))
+    encoder.tokenizer = tiktoken.Encoding(**ckpt["tokenizer"])
+    model = Pretraining(encoder, ObjectiveConfig(**{f.name: ckpt["args"][f.name] for f in fields(ObjectiveConfig)
+                                                    if f.name in ckpt["args"]}))
     load_strict(model, ckpt["model"], path)
-    model.encoder.tokenizer = tiktoken.Encoding(**ckpt["tokenizer"])
     return model.eval()

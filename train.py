@@ -40,7 +40,7 @@ except ImportError:
 
 from data import Batches, Corpus, Parser, add_data_flags, encoding_arguments, one_line_errors, prepare, removed, write_json
 from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint, warm_start
-from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, parse_objective, stream
+from objectives import CHOICES, KINDS, OBJECTIVES, ObjectiveConfig, Pretraining, stream
 
 # Rows of the table in the README. Dropout is .1 everywhere. Sources: demo and lab ours; paper P0 app. A (warm-up,
 # betas and decay are ours); small P2; medium P3 (it gives epochs, the steps are ours); base P1.
@@ -85,6 +85,7 @@ def parse_args(argv=None):
                        "or a sum such as rope+t5")
     group.add_argument("--objective", default=of.objective, help=f"one of {', '.join(OBJECTIVES)}, or a sum such as mlm+pplm "
                        "(default: %(default)s)")
+    group.add_argument("--loss_weights", type=float, nargs="+", metavar="W", help="one for each part of the sum (default: 1)")
     group.add_argument("--preset", choices=PRESETS, default="demo", help="sizes and schedule (default: %(default)s)")
     group.add_argument("--seed", type=int, default=1337, help="of everything random (default: %(default)s)")
 
@@ -98,10 +99,29 @@ def parse_args(argv=None):
     group.add_argument("--d_ff", type=int, help="width of the feed-forward layer")
     group.add_argument("--dropout", type=float, default=enc.dropout, help="everywhere, attention included (default: %(default)s)")
 
-    group = parser.add_argument_group("objectives")
+    def choice(name, help):
+        group.add_argument(f"--{name}", choices=CHOICES[name], default=getattr(of, name), help=f"{help} (default: %(default)s)")
+    group = parser.add_argument_group("token objectives")
     group.add_argument("--mask_rate", type=float, help="mlm: share of tokens selected (from the preset)")
-    group.add_argument("--pos_rate", type=float, default=of.pos_rate,
-                       help="share of positions hidden (pmlm) or permuted (pplm) (default: %(default)s)")
+    group.add_argument("--whole_word", action="store_true", help="mlm: select whole words")
+    choice("mlm_on", "mlm: score the masked tokens, or all (P2's MLM+TP: the two means added)")
+    group = parser.add_argument_group("position objectives")
+    group.add_argument("--pos_rate", type=float, help=f"share of positions hidden (pmlm) or permuted (default: {of.pos_rate})")
+    choice("pair_loss", "how a pair's offset is scored")
+    choice("pair_scores", "the pair head with the scheme's positional terms, or without")
+    choice("pair_head", "between the scores and the classes")
+    group = parser.add_argument_group("tc, taco")
+    choice("tc_on", "which tokens are anchors; masked and unmasked need mlm")
+    choice("tc_embedding", "what is subtracted from the hidden state: the word seen, the word there was, word and position")
+    group.add_argument("--tc_window", type=int, default=of.tc_window,
+                       help="positives stand at most (W-1)/2 away (default: %(default)s)")
+    group.add_argument("--tc_negatives", type=int, default=of.tc_negatives, help="tokens of other rows (default: %(default)s)")
+    group.add_argument("--tc_temperature", type=float, default=of.tc_temperature, help="(default: %(default)s)")
+    group = parser.add_argument_group("P2's experiments")
+    group.add_argument("--init_embeddings", metavar="CKPT", help="start with the word embeddings of another run")
+    group.add_argument("--freeze_embeddings", action="store_true", help="never update the word embeddings")
+    group.add_argument("--data_fraction", type=float, default=1.0,
+                       help="train on this share of the rows, chosen at random (default: %(default)s)")
 
     group = parser.add_argument_group("optimisation (from the preset)")
     group.add_argument("--steps", type=int, help="updates in all; part of a run, for the decay depends on it")
@@ -128,12 +148,20 @@ def parse_args(argv=None):
                        help="of matrix products (default: what the device does best)")
     group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile (default: on a GPU)")
     args = parser.parse_args(argv)
-    for name, value in PRESETS[args.preset].items():
+    rates = {name for name in ("mask_rate", "pos_rate") if getattr(args, name) is not None}
+    for name, value in {**PRESETS[args.preset], "pos_rate": of.pos_rate}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     with one_line_errors():
         check_args(args)
+    for name, users in {"mask_rate": {"mlm"}, "pos_rate": set(KINDS["position"])}.items():
+        if name in rates and not users & set(args.objective.split("+")):
+            print(f"note: --{name} has no effect on {args.objective}")
     return args
+
+
+def objective_config(args):
+    return ObjectiveConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ObjectiveConfig)})
 
 
 def check_args(args):
@@ -152,7 +180,11 @@ def check_args(args):
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be in [0, 1)")
     if args.block_size < 4:
         raise ValueError(f"--block_size is {args.block_size}; a row needs at least 4: [CLS], two tokens and [SEP]")
-    args.pe, args.objective = args.pe.lower(), "+".join(parse_objective(args.objective.lower()))
+    if not 0 < args.data_fraction <= 1:
+        raise ValueError(f"--data_fraction is {args.data_fraction}; it must be above 0 and at most 1")
+    args.pe, args.objective = args.pe.lower(), args.objective.lower()
+    cfg = objective_config(args)
+    args.objective, args.loss_weights = cfg.objective, cfg.loss_weights     # in the order of corruption, whatever the spelling
 
 
 def default_out_dir(args):
@@ -268,8 +300,9 @@ class Signals:
 
 def make_optimizer(model, args):
     """AdamW; weight decay on matrices only, not on biases, gains and vectors."""
-    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": args.weight_decay},
-              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    learned = [p for p in model.parameters() if p.requires_grad]        # not --freeze_embeddings
+    groups = [{"params": [p for p in learned if p.dim() >= 2], "weight_decay": args.weight_decay},
+              {"params": [p for p in learned if p.dim() < 2], "weight_decay": 0.0}]
     lr = torch.tensor(0.0, device=next(model.parameters()).device)      # set on the device, by Updater
     return torch.optim.AdamW(groups, lr=lr, betas=(args.beta1, args.beta2), eps=args.eps, fused=True)
 
@@ -397,11 +430,25 @@ def resume(folder, model, updater, meta):
 def tell_warm_start(model, path, meta, say):
     """--init_from: load what fits, and print what was loaded, what is new, what was dropped."""
     checkpoint = read_checkpoint(path)
-    if checkpoint["tokenizer_hash"] != meta["tokenizer_hash"]:
-        raise ValueError(f"{path} was trained with another tokenizer than this data is made with: prepare the data with its own")
+    check_tokenizer(path, checkpoint, meta)
     for what, names in warm_start(model, checkpoint, path).items():
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         say(f"init_from {path}: {len(names)} tensors {what}" + (f": {shown}" if names and what != "loaded" else ""))
+
+
+def check_tokenizer(path, checkpoint, meta):
+    if checkpoint["tokenizer_hash"] != meta["tokenizer_hash"]:
+        raise ValueError(f"{path} was trained with another tokenizer than this data is made with: prepare the data with its own")
+
+
+def copy_embeddings(encoder, path, meta):
+    """--init_embeddings: the word embeddings of another run (P2 fig 4). Raises ValueError when they do not fit."""
+    checkpoint = read_checkpoint(path)
+    check_tokenizer(path, checkpoint, meta)
+    trained = checkpoint["model"]["encoder.tok.weight"]
+    if trained.shape != encoder.tok.weight.shape:
+        raise ValueError(f"{path} has word embeddings of width {trained.size(1)}, this model {encoder.config.d_model}")
+    encoder.tok.weight.data.copy_(trained)
 
 
 def identity(meta):
@@ -471,9 +518,10 @@ def evaluate(model, corpus, cast, device):
     L, sums = model.encoder.config.max_len, {}
     n = min(EVAL_ROWS, corpus.n_rows("val", L))
     chosen = np.linspace(0, corpus.n_rows("val", L) - 1, n).astype(int)     # from all over: documents come in order
-    for start in range(0, n, EVAL_BATCH):
-        rows = corpus.rows("val", chosen[start:start + EVAL_BATCH], L)
-        batch = model.corrupt(torch.from_numpy(rows).to(device), "validation", start // EVAL_BATCH)
+    # Batches of about one size: one of a single row would have no other row to draw from.
+    for number, index in enumerate(np.array_split(chosen, math.ceil(n / EVAL_BATCH))):
+        rows = corpus.rows("val", index, L)
+        batch = model.corrupt(torch.from_numpy(rows).to(device), "validation", number)
         with cast():
             loss, scalars = model(batch)
         for name, value in {"val_loss": loss, **{f"val_{key}": value for key, value in scalars.items()}}.items():
@@ -556,7 +604,6 @@ class Run:
 def set_up(args) -> Run:
     """Everything that a user's mistake can break, before anything is written. Raises ValueError, OSError."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    objective = ObjectiveConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(ObjectiveConfig)})
     shape = dict(n_layer=args.n_layer, n_head=args.n_head, d_model=args.d_model, d_ff=args.d_ff, max_len=args.block_size,
                  dropout=args.dropout, attn_dropout=args.dropout, pe=args.pe)
     EncoderConfig(**shape)                      # a wrong shape shows before data is prepared
@@ -571,9 +618,16 @@ def set_up(args) -> Run:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=2))
     with first_rank_first(rank, world):
         corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
-    batches = Batches(corpus, args.block_size, args.seed)
+    batches = Batches(corpus, args.block_size, args.seed, args.data_fraction)
     torch.manual_seed(args.seed)
-    model = Pretraining(Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape)), objective).to(device)
+    encoder = Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape))
+    encoder.tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
+    model = Pretraining(encoder, objective_config(args)).to(device)
+    rows = min(args.batch_size, corpus.n_rows("val", args.block_size))
+    if rows < model.min_rows:
+        raise ValueError(f"{args.objective} draws from other rows of the batch: it needs --batch_size 2 or more, and as many "
+                         f"rows to validate on; here it is {rows}")
+    encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
     meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
             "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
             "n_micro": args.grad_accum * world, "git": git_commit(),
@@ -581,8 +635,11 @@ def set_up(args) -> Run:
     run = Run(args, rank, world, device, dtype, folder, corpus, batches, model, Updater(model, args, dtype), meta)
     if resuming:
         run.step = run.saved = resume(folder, model, run.updater, meta)
-    elif args.init_from:
+        return run
+    if args.init_from:
         tell_warm_start(model, args.init_from, meta, run.say)
+    if args.init_embeddings:
+        copy_embeddings(encoder, args.init_embeddings, corpus.meta)
     return run
 
 
