@@ -846,13 +846,20 @@ def test_alibi_slopes_equal_bloom(n_head):
 # =========================================================================================================
 # objectives.py
 
-def pretraining(objective="mlm", pe="abs", L=12, double=True, **change):
+class Letters:
+    """Stands for a tokenizer: even ids begin a word."""
+    def decode_single_token_bytes(self, i):
+        return b" a" if i % 2 == 0 else b"a"
+
+
+def pretraining(objective="mlm", pe="abs", L=12, double=True, n_layer=1, **change):
     torch.manual_seed(1)
     encoder = Encoder(
         EncoderConfig(
-            vocab_size=VOCAB, n_layer=1, n_head=2, d_model=16, d_ff=32, max_len=L, dropout=0.0, attn_dropout=0.0, pe=pe
+            vocab_size=VOCAB, n_layer=n_layer, n_head=2, d_model=16, d_ff=32, max_len=L, dropout=0.0, attn_dropout=0.0, pe=pe
         )
     )
+    encoder.tokenizer = Letters()
     model = Pretraining(encoder, ObjectiveConfig(objective, **change))
     return model.double() if double else model
 
@@ -920,6 +927,182 @@ def test_padded_ids_never_leave():
     assert model.objectives["mlm"].logits(model.encoder, torch.zeros(2, 16).double()).shape == (2, VOCAB)
 
 
+def test_whole_words_are_selected():
+    """Written again as a loop: words in order of their random score, piece by piece, until k are taken."""
+    model, tokens = pretraining("mlm", L=34, mask_rate=0.4, whole_word=True), some_tokens(50, 34)
+    tokens[:, -1] = tokens[::3, 9] = tokens[::5, 20] = VOCAB - 6
+    batch = model.corrupt(tokens, 0)
+    score = torch.rand(50, 34, generator=stream("cpu", 0, "mlm"))
+    for b in range(50):
+        words = []
+        for i in range(34):
+            if tokens[b, i] >= VOCAB - 8:
+                words.append([])                                    # a special ends a word and is none
+            elif i and words[-1] and tokens[b, i] % 2:
+                words[-1].append(i)
+            else:
+                words.append([i])
+        # The score of a word is that of its number, counted as places that start one, specials included.
+        number, starts = [], 0
+        for i in range(34):
+            starts += int(tokens[b, i] >= VOCAB - 8 or tokens[b, i] % 2 == 0 or tokens[b, i - 1] >= VOCAB - 8)
+            number.append(min(starts, 33))
+        words = sorted((w for w in words if w), key=lambda w: -score[b, number[w[0]]])
+        expected = [i for w in words for i in w][:round(0.4 * 32)]
+        assert batch["mlm_slots"][b].tolist() == expected
+    cut = [row for row in batch["mlm_slots"].tolist()]
+    assert all(len(set(row)) == 13 for row in cut) and batch["mlm_weight"].all()
+
+
+def test_word_starts(corpus):
+    encoding = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+    starts = objectives.word_starts(encoding, corpus.vocab_size)
+    for text, expected in ((" lazy", True), ("e", False), (".", True), ("7", False), (" ", True), ("\n", True)):
+        assert bool(starts[encoding.encode_ordinary(text)[0]]) == expected, text
+    assert starts[-8:].all() and len(starts) == 8192
+    with pytest.raises(ValueError, match="tokenizer"):
+        objectives.word_starts(None, 72)
+
+
+def test_mlm_on_all_adds_the_mean_over_the_rest():
+    model, tokens = pretraining("mlm", mask_rate=0.3, mlm_on="all"), packed_rows()
+    batch = model.corrupt(tokens, 3)
+    logp = model.objectives["mlm"].logits(model.encoder, model.encoder(batch["tokens"])).log_softmax(-1)
+    masked, rest = [], []
+    for b in range(6):
+        chosen = batch["mlm_slots"][b][batch["mlm_weight"][b]].tolist()
+        for i in range(12):
+            if tokens[b, i] < VOCAB - 8:
+                (masked if i in chosen else rest).append(-logp[b, i, tokens[b, i]])
+    assert len(masked) == 18 and len(rest) == 60 - 3 - 18
+    expected = sum(masked) / len(masked) + sum(rest) / len(rest)
+    torch.testing.assert_close(model(batch)[0], expected, check_dtype=False, rtol=0, atol=1e-5)
+    assert model.baselines(6.0)["unigram"] == 12.0
+
+
+def test_clm_equals_a_loop_and_sees_no_future():
+    model, tokens = pretraining("clm", "tupe_r"), packed_rows()
+    batch = model.corrupt(tokens, 0)
+    assert (batch["tokens"] == tokens).all()
+    losses = []
+    for b in range(6):
+        for i in range(11):
+            if tokens[b, i + 1] < VOCAB - 8:
+                cut = tokens[b:b + 1, :i + 1]                       # nothing but what stands to the left
+                last = model.encoder(cut, causal=True)[0, -1]
+                losses.append(-model.objectives["clm"].logits(model.encoder, last).log_softmax(-1)[tokens[b, i + 1]])
+    assert len(losses) == 57
+    torch.testing.assert_close(model(batch)[0], sum(losses) / len(losses), check_dtype=False, rtol=0, atol=1e-5)
+
+
+# ----- tc
+
+def test_tc_positives_and_negatives():
+    """Positives within the window where there is one, uniform; negatives from other rows, uniform, with replacement."""
+    stats = pytest.importorskip("scipy.stats")
+    model, tokens = pretraining("tc", tc_negatives=20), packed_rows(6)
+    tokens[2, 1:-1] = VOCAB - 6
+    tokens[2, [2, 9]] = 5                                           # alone in their windows: each is the other's positive
+    tokens[3, 2:-1] = VOCAB - 6                                     # a row with a single token
+    words = tokens < VOCAB - 8
+    near, seen = collections.Counter(), collections.Counter()
+    for seed in range(300):
+        batch = model.corrupt(tokens, seed)
+        candidates, weight = batch["tc_candidates"], batch["tc_weight"]
+        assert (candidates[2, 2, 0], candidates[2, 9, 0]) == (2 * 12 + 9, 2 * 12 + 2)
+        assert (weight == (words & (torch.arange(6)[:, None] != 3))).all(), "all words but the single one"
+        row, place = candidates // 12, candidates % 12
+        index = torch.arange(6)[:, None, None]
+        assert (row[..., :1] == index)[weight].all() and (row[..., 1:] != index)[weight].all()
+        assert words.flatten()[candidates][weight].all(), "never a special"
+        distance = (place[..., 0] - torch.arange(12)).abs()
+        assert (distance[weight] > 0).all() and (distance[4:][weight[4:]] <= 2).all()
+        near.update(int(x) for x in place[4, 5, :1])
+        seen.update(candidates[0, 1, 1:].tolist())
+    assert sorted(near) == [3, 4, 6, 7] and stats.chisquare(list(near.values())).pvalue > 1e-3
+    others = words[1:].sum()
+    assert len(seen) == others and stats.chisquare(list(seen.values())).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("cfg", [{}, dict(tc_embedding="original"), dict(tc_embedding="input_layer"), dict(tc_on="masked"),
+                                 dict(tc_on="unmasked"), dict(tc_temperature=0.5, tc_negatives=3, tc_window=3)], ids=str)
+@pytest.mark.parametrize("pe", ["abs", "sin"])
+def test_tc_equals_a_loop(cfg, pe):
+    """P2 eq 6 to 8, token by token."""
+    model, tokens = pretraining("taco", pe, mask_rate=0.4, **cfg), packed_rows()
+    batch = model.corrupt(tokens, 2)
+    encoder, tc = model.encoder, model.objectives["tc"].cfg
+    hidden = encoder(batch["tokens"])
+    scale = 4.0 if pe == "sin" else 1.0                             # sqrt(C)
+    e = encoder.tok.weight[tokens if tc.tc_embedding == "original" else batch["tokens"]] * scale
+    if tc.tc_embedding == "input_layer":
+        e = encoder.norm(e + encoder.pe.call("embed", torch.arange(12)[None]))
+    g = (hidden - e).flatten(0, 1)
+    losses = []
+    for b in range(6):
+        masked = batch["mlm_slots"][b].tolist()
+        for i in range(12):
+            wanted = {"all": True, "masked": i in masked, "unmasked": i not in masked}[tc.tc_on]
+            if tokens[b, i] < VOCAB - 8 and wanted:
+                candidates = batch["tc_candidates"][b, i]
+                assert len(candidates) == 1 + tc.tc_negatives
+                f = [torch.cosine_similarity(g[12 * b + i], g[c], dim=0) / tc.tc_temperature for c in candidates]
+                losses.append(-torch.stack(f).log_softmax(0)[0])
+    assert len(losses) == {"all": 57, "masked": 24, "unmasked": 33}[tc.tc_on]
+    torch.testing.assert_close(model(batch)[1]["tc"], sum(losses) / 57 * 57 / len(losses), check_dtype=False, rtol=0, atol=1e-5)
+
+
+def test_tc_of_a_constant_is_ln_1_plus_k_and_candidates_are_detached():
+    model, tokens = pretraining("tc"), packed_rows()
+    tc, batch = model.objectives["tc"], model.corrupt(tokens, 0)
+    e = model.encoder.tok(tokens)
+    with torch.no_grad():
+        loss, _ = tc.loss(model.encoder, e + torch.ones(16), batch)
+    assert abs(float(loss) - math.log(51)) < 1e-6 and model.baselines(0.0) == {"constant": math.log(51)}
+    # The gradient is that of the anchors alone: one anchor's weight leaves every other hidden state without one.
+    batch["tc_weight"] = torch.zeros_like(batch["tc_weight"])
+    batch["tc_weight"][1, 4] = True
+    hidden = torch.randn(6, 12, 16).double().requires_grad_()
+    tc.loss(model.encoder, hidden, batch)[0].backward()
+    touched = hidden.grad.abs().sum(-1) > 0
+    assert touched[1, 4] and touched.sum() == 1
+
+
+# ----- nsp
+
+def test_nsp_rows():
+    model, tokens = pretraining("nsp"), packed_rows(40)
+    tokens[2, 3:-1] = VOCAB - 6                                     # two words: no two halves
+    swapped = collections.Counter()
+    for seed in range(30):
+        batch = model.corrupt(tokens, seed)
+        new, label = batch["tokens"], batch["nsp_label"]
+        assert label.sum() == 20 and (batch["eligible"] == (new < VOCAB - 8)).all() and (batch["original"] == new).all()
+        assert batch["nsp_weight"].tolist() == [float(b != 2) for b in range(40)] and (new[2] == tokens[2]).all()
+        for b in [b for b in range(40) if b != 2]:
+            words = [i for i in range(12) if tokens[b, i] < VOCAB - 8]
+            middle = words[len(words) // 2]
+            assert new[b, middle] == VOCAB - 6 and (new[b, :middle] == tokens[b, :middle]).all()
+            same = [c for c in range(40) if (tokens[c, middle + 1:] == new[b, middle + 1:]).all()]
+            assert same == [b] if not label[b] else (len(same) == 1 and same != [b] and label[same[0]] == 1)
+        swapped.update(label.nonzero()[:, 0].tolist())
+    assert len(swapped) == 40 and max(swapped.values()) < 28
+    both = model.corrupt(tokens[:2], 0)
+    assert both["nsp_label"].tolist() == [1, 1], "two rows can only trade"
+
+
+def test_nsp_loss_equals_a_loop_and_comes_before_masking():
+    model, tokens = pretraining("mlm+nsp"), packed_rows()
+    assert model.names == ["nsp", "mlm"]
+    batch = model.corrupt(tokens, 0)
+    assert (batch["original"] != tokens).any()
+    assert (batch["mlm_target"] == batch["original"].gather(1, batch["mlm_slots"])).all()
+    assert (batch["mlm_target"] < VOCAB - 8)[batch["mlm_weight"]].all(), "the new [SEP] is not selected"
+    nsp, cls = model.objectives["nsp"], model.encoder(batch["tokens"])[:, 0]
+    losses = [-nsp.out(torch.tanh(nsp.dense(x))).log_softmax(0)[y] for x, y in zip(cls, batch["nsp_label"])]
+    torch.testing.assert_close(model(batch)[1]["nsp"], sum(losses) / 6, check_dtype=False, rtol=0, atol=1e-6)
+
+
 def test_pplm_permutes_inside_the_selected_set():
     model, tokens = pretraining("pplm"), packed_rows(64)
     batch = model.corrupt(tokens, 0)
@@ -951,8 +1134,8 @@ def test_pplm_selection_is_uniform():
     assert (moved - k / 32 * (1 - 1 / k)).abs().max() < 0.035
 
 
-def pair_loop(name, model, tokens, batch, L):
-    """Mean cross-entropy over the scored pairs, written from P0: scores of one more attention layer, psi, softmax."""
+def pair_loop(name, model, tokens, batch, L, cfg):
+    """Mean loss over the scored pairs, written from P0: scores of one more attention layer, psi, then the distance."""
     encoder, head = model.encoder, model.objectives[name].head
     hidden, pos = encoder(batch["tokens"], batch["pos"]), batch["pos"].tolist()
     naive, total, n = Naive(encoder), 0.0, 0
@@ -965,20 +1148,82 @@ def pair_loop(name, model, tokens, batch, L):
                     continue
                 if (name == "pmlm" and touched == 0) or (name == "pplm_some" and touched < 2):
                     continue
-                s = torch.stack([naive.logit(q[b, i, h], k[b, j, h], h, i, j, pos[b][i], pos[b][j], None) for h in range(2)])
-                label = int(pos[b][j] - pos[b][i] == j - i) if name == "pplm_binary" else j - i + L - 1
-                total, n = total - head.psi(s).log_softmax(0)[label], n + 1
+                if cfg.get("pair_scores") == "content":
+                    s = torch.stack([q[b, i, h] @ k[b, j, h] / math.sqrt(8) for h in range(2)])
+                else:
+                    s = torch.stack([naive.logit(q[b, i, h], k[b, j, h], h, i, j, pos[b][i], pos[b][j], None) for h in range(2)])
+                out, n = head.psi(s), n + 1
+                if name == "pplm_binary":
+                    total = total - out.log_softmax(0)[int(pos[b][j] - pos[b][i] == j - i)]
+                elif cfg.get("pair_loss") == "wasserstein":
+                    total = total + sum(p * abs(c - (L - 1) - (j - i)) for c, p in enumerate(out.softmax(0)))
+                elif cfg.get("pair_loss") == "smooth_l1":
+                    d = (out[0] - (j - i) / L).abs()
+                    total = total + (0.5 * d * d * L if d < 1 / L else d - 0.5 / L)
+                else:
+                    total = total - out.log_softmax(0)[j - i + L - 1]
     return total / n
 
 
-@pytest.mark.parametrize("name, pe", [("pplm", "abs"), ("pplm", "tupe_r"), ("pplm", "t5"), ("pplm", "bert_ad"), ("pplm", "rope"),
-                                      ("pmlm", "abs"), ("pmlm", "tupe_r"), ("pplm_some", "tupe_r"), ("pplm_binary", "tupe_r")])
-def test_pair_losses_equal_a_loop(name, pe):
+@pytest.mark.parametrize("name, pe, cfg", [
+    *[("pplm", pe, {}) for pe in ("abs", "tupe_r", "t5", "bert_ad", "rope")], ("pmlm", "abs", {}), ("pmlm", "tupe_r", {}),
+    ("pplm_some", "tupe_r", {}), ("pplm_binary", "tupe_r", {}), ("pplm", "tupe_r", dict(pair_scores="content")),
+    ("pplm", "abs", dict(pair_head="linear")), ("pplm", "tupe_r", dict(pair_loss="wasserstein")),
+    ("pmlm", "abs", dict(pair_loss="smooth_l1")), ("pplm_binary", "rel_k", dict(pair_scores="content", pair_head="linear"))])
+def test_pair_losses_equal_a_loop(name, pe, cfg):
     """Which pairs, which labels: P0 sec 3.1, whatever the given positions."""
-    model, tokens = pretraining(name, pe, L=8), packed_rows(3, 8)
+    model, tokens = pretraining(name, pe, L=8, **cfg), packed_rows(3, 8)
     batch = model.corrupt(tokens, 1)
-    expected = pair_loop(name, model, tokens, batch, 8)
+    expected = pair_loop(name, model, tokens, batch, 8, cfg)
     torch.testing.assert_close(model(batch)[0], expected, check_dtype=False, rtol=0, atol=1e-5)
+
+
+def test_wasserstein_equals_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    logits, label = torch.randn(9, 15, dtype=torch.double), torch.randint(15, (9,))
+    loss, predicted = objectives.wasserstein(logits, label, 8)
+    for x, y, found in zip(logits.softmax(-1).numpy(), label.tolist(), loss):
+        assert abs(stats.wasserstein_distance(np.arange(15), [y], x) - found) < 1e-9
+    assert (predicted == logits.argmax(-1)).all()
+
+
+def test_smooth_l1_predicts_offsets():
+    """Its one number is the offset over L; the logged accuracy is that of the rounded offset."""
+    offset = torch.tensor([[-3.4], [0.6], [7.0]]) / 8
+    loss, predicted = objectives.smooth_l1(offset, torch.tensor([-3, 1, 6]) + 7, 8)
+    assert (predicted - 7).tolist() == [-3, 1, 7]
+    torch.testing.assert_close(loss, torch.tensor([0.5 * 0.4 ** 2, 0.5 * 0.4 ** 2, 0.5]) / 8)
+
+
+@pytest.mark.parametrize("pair_loss", ["wasserstein", "smooth_l1"])
+def test_prior_of_a_distance_is_the_best_constant(pair_loss):
+    L = 20
+    ours = pretraining("pplm", L=L, pair_loss=pair_loss).baselines(0.0)["prior"]
+    r = torch.tensor([j - i for i in range(1, L - 1) for j in range(1, L - 1) if i != j])
+    found = []
+    for constant in range(-3, 4):
+        logits = torch.full((len(r), 1), constant / L)
+        if pair_loss == "wasserstein":
+            logits = torch.full((len(r), 2 * L - 1), -1e9)
+            logits[:, constant + L - 1] = 0
+        found.append(float(objectives.PAIR_LOSSES[pair_loss](logits, r + L - 1, L)[0].mean()))
+    assert abs(min(found) - ours) < 1e-5 and abs(found[3] - ours) < 1e-5
+
+
+def test_expected_offsets():
+    """What the probe sorts words by: the mean of the predicted distribution, or smooth_l1's number, in places."""
+    for cfg in ({}, dict(pair_loss="smooth_l1", pair_head="linear")):
+        model = pretraining("pplm", L=8, **cfg)
+        pplm, last = model.objectives["pplm"], model.objectives["pplm"].head.psi
+        last = last if cfg else last[2]
+        with torch.no_grad():
+            last.weight.zero_()
+            if cfg:
+                last.bias.fill_(3 / 8)
+            else:
+                last.bias.fill_(-50.0)[[7 + 2, 7 + 4]] = 0.0
+            found = pplm.expected_offsets(model.encoder, torch.randn(1, 8, 16).double(), torch.arange(8)[None])
+        torch.testing.assert_close(found, torch.full((1, 6, 6), 3.0))
 
 
 def test_pmlm_hides_the_selected_positions():
@@ -1015,29 +1260,57 @@ def test_rel_k_gives_the_pair_head_its_own_table():
     assert pretraining("pplm", "rel").objectives["pplm"].head.table is None
 
 
-def test_chunks_change_nothing(monkeypatch):
-    model, tokens = pretraining("pplm", "tupe_r"), packed_rows()
+@pytest.mark.parametrize("objective, item", [("pplm", 4 * 6 * 10 * 23), ("clm", 4 * VOCAB), ("mlm", 4 * VOCAB)])
+def test_chunks_change_nothing(monkeypatch, objective, item):
+    model, tokens = pretraining(objective, "tupe_r"), packed_rows()
     batch = model.corrupt(tokens, 0)
     results = []
-    for budget in (1 << 30, 4 * 6 * 10 * 23 * 3, 1):         # all rows at once, three at a time, one at a time
-        monkeypatch.setattr(objectives, "PAIR_CHUNK_BYTES", budget)
+    for budget in (1 << 30, 3 * item, 1):         # all at once, three items at a time, one at a time
+        monkeypatch.setattr(objectives, "CHUNK_BYTES", budget)
         model.zero_grad()
         loss, _ = model(batch)
         loss.backward()
         results.append([loss.detach(), *[p.grad.clone() for p in model.parameters()]])
-    assert [model.objectives["pplm"].head.chunk_rows(6, 10)] == [1]
     for other in results[1:]:
-        for a, b in zip(results[0], other):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)     # the loss itself is in float32
+        for x, y in zip(results[0], other):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6)     # the loss itself is in float32
 
 
-def test_pplm_trains_every_parameter_but_theta_1():
-    model = pretraining("pplm", "tupe_r")
+def test_chunks_hold_one_at_a_time(monkeypatch):
+    monkeypatch.setattr(objectives, "CHUNK_BYTES", 25)
+    spans = []
+    objectives.in_chunks(lambda start, stop: spans.append((start, stop)) or torch.zeros(1), 7, 10)
+    assert spans == [(0, 2), (2, 4), (4, 6), (6, 7)]
+
+
+ALL_OBJECTIVES = ["mlm", "clm", "pmlm", "pplm", "pplm_some", "pplm_binary", "tc", "taco", "nsp", "mlm+pplm", "taco+pmlm",
+                  "clm+tc", "nsp+mlm+pplm_some+tc"]
+
+
+@pytest.mark.parametrize("pe", ["abs", "tupe_r"])
+@pytest.mark.parametrize("objective", ALL_OBJECTIVES)
+def test_every_objective_trains_every_parameter(objective, pe):
+    """Below 1e-9 are those that softmax cancels: theta_1, a row of a table. Unused heads would show here."""
+    model = pretraining(objective, pe, pos_rate=0.4, n_layer=2)     # tupe's [CLS] sees no position in the last layer
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(5)           # at N(0, .02) some gradients are real, but tiny
     model(model.corrupt(packed_rows(), 0))[0].backward()
     small = [name for name, p in model.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-9]
     assert small == []
-    table = model.encoder.pe.parts["tupe_r"].positions.table.weight.grad
-    assert table[-1].abs().max() > 1e-9, "theta_2 learns"
+    if pe == "tupe_r" and "pplm" in objective:
+        assert model.encoder.pe.parts["tupe_r"].positions.table.weight.grad[-1].abs().max() > 1e-9, "theta_2 learns"
+
+
+@pytest.mark.parametrize("objective", ["mlm", "clm", "pplm", "taco", "nsp", "nsp+mlm+pplm_some+tc"])
+def test_objectives_compile_without_graph_breaks(objective):
+    torch._dynamo.reset()
+    model, tokens = pretraining(objective, "tupe_r", double=False), packed_rows()
+    batch = model.corrupt(tokens, 0)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(batch)[0], model(batch)[0])
+    compiled(batch)[0].backward()
 
 
 @pytest.mark.parametrize("L, rate", [(32, 0.6), (64, 0.6), (32, 0.3)])
@@ -1115,16 +1388,26 @@ def test_baselines_of_the_design():
         )
 
 
-def test_a_sum_is_the_sum_of_its_parts():
-    model, tokens = pretraining("mlm+pplm", "tupe_r"), packed_rows()
+@pytest.mark.parametrize("objective", ["mlm+pplm", "taco", "taco+pplm", "nsp+mlm+pmlm", "clm+tc"])
+def test_a_sum_is_the_sum_of_its_parts(objective):
+    model, tokens = pretraining(objective, "tupe_r"), packed_rows()
     batch = model.corrupt(tokens, 5)
     total, scalars = model(batch)
-    torch.testing.assert_close(total, scalars["mlm"] + scalars["pplm"])
-    hidden = model.encoder(batch["tokens"], batch["pos"])
-    for name in ("mlm", "pplm"):
+    torch.testing.assert_close(total, sum(scalars[name] for name in model.names))
+    hidden = model.encoder(batch["tokens"], batch.get("pos"), causal=objective == "clm+tc")
+    for name in model.names:
         alone, _ = model.objectives[name].loss(model.encoder, hidden, batch)
         torch.testing.assert_close(alone, scalars[name])
-    assert (batch["tokens"] != tokens).any() and (batch["pos"] != torch.arange(12)).any()
+    assert (batch["tokens"] != tokens).any() or "clm" in objective
+    assert ("pos" in batch) == ("pmlm" in objective or "pplm" in objective)
+
+
+def test_weights_follow_the_spelling():
+    cfg = ObjectiveConfig("pplm+taco", loss_weights=(2.0, 1.0, 0.5))
+    assert cfg.objective == "mlm+pplm+tc" and cfg.loss_weights == (1.0, 2.0, 0.5)
+    model, tokens = pretraining("pplm+taco", loss_weights=(2.0, 1.0, 0.5)), packed_rows()
+    total, parts = model(model.corrupt(tokens, 0))
+    torch.testing.assert_close(total, parts["mlm"] + 2 * parts["pplm"] + 0.5 * parts["tc"])
 
 
 def test_parts_draw_from_their_own_streams():
@@ -1134,11 +1417,11 @@ def test_parts_draw_from_their_own_streams():
     assert (both.corrupt(tokens, 1, 2)["tokens"] == alone.corrupt(tokens, 1, 2)["tokens"]).all()
 
 
-@pytest.mark.parametrize("objective", ["mlm", "pmlm", "pplm"])
-def test_corruption_is_a_pure_function(objective):
+@pytest.mark.parametrize("objective, key", [("mlm", "tokens"), ("pmlm", "pos"), ("pplm", "pos"), ("tc", "tc_candidates"),
+                                           ("nsp", "tokens"), ("nsp+mlm+pplm+tc", "tokens")])
+def test_corruption_is_a_pure_function(objective, key):
     model, tokens = pretraining(objective), packed_rows()
     clean = tokens.clone()
-    key = "tokens" if objective == "mlm" else "pos"
     one = model.corrupt(tokens, 7, 100, 0)
     torch.manual_seed(99)
     two = model.corrupt(tokens, 7, 100, 0)
@@ -1152,18 +1435,22 @@ def test_scheme_weights_of_the_pair_head_start_xavier():
     assert abs(head.query.weight.std() - math.sqrt(2 / 256)) < 5e-3
 
 
-@pytest.mark.parametrize(
-    "change, says",
-    [
-        (dict(objective="foo"), "choose from mlm"),
-        (dict(objective="pplm+pplm"), "at most one position"), (dict(objective="pmlm+pplm_some"), "at most one position"),
-        (dict(objective="mlm+mlm"), "at most one token"),
-        (dict(mask_rate=0.0), "between 0 and 1"),
-        (dict(mask_rate=1.0), "between 0 and 1"),
-        (dict(pos_rate=1.5), "between 0 and 1"),
-        (dict(pos_rate=float("nan")), "between 0 and 1"),
-    ],
-)
+@pytest.mark.parametrize("change, says", [
+    (dict(objective="foo"), "choose from mlm"),
+    (dict(objective="pplm+pplm"), "at most one position"), (dict(objective="pmlm+pplm_some"), "at most one position"),
+    (dict(objective="mlm+mlm"), "at most one token"), (dict(objective="taco+mlm"), "at most one token"),
+    (dict(objective="taco+tc"), "at most one contrastive"), (dict(objective="mlm+clm"), "at most one token"),
+    (dict(objective="clm+pplm"), "neither positions nor nsp"), (dict(objective="nsp+clm"), "neither positions nor nsp"),
+    (dict(mask_rate=0.0), "between 0 and 1"), (dict(mask_rate=1.0), "between 0 and 1"),
+    (dict(pos_rate=1.5), "between 0 and 1"), (dict(pos_rate=float("nan")), "between 0 and 1"),
+    (dict(mlm_on="most"), "choose from masked, all"), (dict(objective="clm", mlm_on="all"), "mlm_on is for mlm"),
+    (dict(objective="pplm", whole_word=True), "whole_word is for mlm"), (dict(pair_loss="wasserstein"), "pair_loss is for pmlm"),
+    (dict(objective="pplm_binary", pair_loss="smooth_l1"), "two classes"), (dict(tc_window=7), "tc_window is for tc"),
+    (dict(objective="tc", tc_on="masked"), "needs mlm"), (dict(objective="tc", tc_window=4), "odd"),
+    (dict(objective="tc", tc_window=1), "odd"), (dict(objective="tc", tc_negatives=0), "positive"),
+    (dict(objective="tc", tc_temperature=0.0), "positive"), (dict(objective="taco", loss_weights=(1.0,)), "wants 2"),
+    (dict(objective="taco", loss_weights=(1.0, 0.0)), "wants 2 positive"),
+])
 def test_bad_objectives_are_refused(change, says):
     with pytest.raises(ValueError, match=says):
         ObjectiveConfig(**change)
@@ -1174,6 +1461,9 @@ def test_rows_too_short_are_refused():
         pretraining("pplm", L=4, pos_rate=0.5)
     with pytest.raises(ValueError, match="selects none"):
         pretraining("mlm", L=4)
+    for objective in ("tc", "nsp"):
+        with pytest.raises(ValueError, match="other rows"):
+            pretraining(objective).corrupt(packed_rows()[:1], 0)
 
 
 # =========================================================================================================
@@ -1354,7 +1644,7 @@ def test_run_learns_logs_and_saves(corpus_file, cache, tmp_path, capsys):
     assert not any(key.startswith("_orig_mod") for key in weights(tmp_path / "run")["model"])
 
 
-@pytest.mark.parametrize("pe, objective", [("abs", "mlm"), ("tupe_r", "pplm")])
+@pytest.mark.parametrize("pe, objective", [("abs", "mlm"), ("tupe_r", "pplm"), ("rel", "clm+tc"), ("t5", "nsp+mlm+pmlm")])
 def test_resume_is_bit_exact(corpus_file, cache, tmp_path, pe, objective):
     flags = ["--pe", pe, "--objective", objective, "--steps", "12", "--eval_every", "6", "--grad_accum", "2", "--keep_every", "6"]
     run_train(corpus_file, cache, tmp_path / "whole", *flags)
@@ -1405,7 +1695,7 @@ def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
         "--dtype",
         "float32",
         "--objective",
-        "mlm+pplm",
+        "nsp+taco+pplm",
         "--pe",
         "tupe_r",
     ]
@@ -1451,6 +1741,15 @@ def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
         (["--block_size", "4000"], "too few for one row"),
         (["--device", "cpu", "--dtype", "float16"], "float16"),
         (["--dropout", "2"], "dropout"),
+        (["--objective", "tc", "--batch_size", "1"], "--batch_size 2"),
+        (["--objective", "taco", "--loss_weights", "1"], "wants 2"),
+        (["--objective", "clm+pplm"], "reads from the left"),
+        (["--tc_window", "7"], "tc_window is for tc"),
+        (["--pair_loss", "l2"], "wasserstein"),
+        (["--objective", "pplm", "--block_size", "4", "--pos_rate", "0.3"], "fewer than 2"),
+        (["--data_fraction", "0"], "--data_fraction"),
+        (["--data_fraction", "0.0001"], "too few"),
+        (["--init_embeddings", "no/such"], "no checkpoint"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(corpus_file, cache, tmp_path, capsys, flags, says):
@@ -1490,6 +1789,39 @@ def test_compiled_training_agrees_with_eager(corpus_file, cache, tmp_path):
     assert a.keys() == b.keys()
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-3)
+
+
+# ----- P2's experiments
+
+def test_embeddings_are_taken_over_and_frozen(corpus_file, cache, tmp_path, capsys):
+    run_train(corpus_file, cache, tmp_path / "a", "--steps", "3")
+    run_train(corpus_file, cache, tmp_path / "b", "--steps", "3", "--seed", "5", "--objective", "taco", "--pe", "t5",
+              "--init_embeddings", str(tmp_path / "a"), "--freeze_embeddings")
+    a, b = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert (a["model"]["encoder.tok.weight"] == b["model"]["encoder.tok.weight"]).all()
+    run_train(corpus_file, cache, tmp_path / "c", "--steps", "3", "--seed", "5", "--init_embeddings", str(tmp_path / "a"))
+    c = weights(tmp_path / "c")["model"]["encoder.tok.weight"]
+    assert (c != a["model"]["encoder.tok.weight"]).any() and (c - a["model"]["encoder.tok.weight"]).abs().max() < 0.02
+    with pytest.raises(SystemExit) as stopped:
+        run_train(corpus_file, cache, tmp_path / "d", "--d_model", "32", "--init_embeddings", str(tmp_path / "a"))
+    assert stopped.value.code == 2 and "width 16, this model 32" in capsys.readouterr().err
+
+
+def test_a_fraction_of_the_data(corpus):
+    whole, part, other = data.Batches(corpus, 16, 0), data.Batches(corpus, 16, 0, 0.25), data.Batches(corpus, 16, 1, 0.25)
+    assert part.n == round(whole.n / 4)
+    kept = {part.row(i) for i in range(part.n)}
+    assert len(kept) == part.n == len(set(part.kept.tolist())) and kept == {other.row(i) for i in range(part.n)}
+    assert {whole.row(i) for i in range(whole.n)} == set(range(whole.n))
+    spread = np.histogram(sorted(kept), 4, (0, whole.n))[0]
+    assert spread.min() > 0, "from all over the corpus, not its beginning"
+
+
+def test_a_rate_without_its_objective_is_noted(capsys):
+    assert train.parse_args(["--objective", "pplm", "--mask_rate", "0.3"]).mask_rate == 0.3
+    assert "--mask_rate has no effect on pplm" in capsys.readouterr().out
+    train.parse_args(["--objective", "taco+pplm", "--mask_rate", "0.3", "--pos_rate", "0.5"])
+    assert capsys.readouterr().out == ""
 
 
 # ----- warm start
