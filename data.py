@@ -63,6 +63,9 @@ def one_line_errors():
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept", file=sys.stderr)
+        sys.exit(130)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -174,10 +177,25 @@ def file_documents(file, text_column):
     if kind == "text":
         yield from text_paragraphs(file)
         return
+    if kind == "json":
+        check_json(file)
     import datasets
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)       # what is wrong is said below, in one line
-    rows = datasets.load_dataset(kind, data_files=str(Path(file).resolve()), split="train", streaming=True)
+    try:
+        rows = datasets.load_dataset(kind, data_files=str(Path(file).resolve()), split="train", streaming=True)
+    except Exception as error:      # it looks into the file for its columns, and has many kinds of complaint
+        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
     yield from column(rows, text_column, file)
+
+
+def check_json(file):
+    """Rows of JSON are objects. pyarrow dies of a segmentation fault where the first is null (apache/arrow#47409)."""
+    opener = OPENERS.get(Path(file).suffix, open)
+    with opener(file, "rt", encoding="utf-8-sig", errors="replace") as handle:
+        while (line := read_line(handle, file)) and not line.strip():
+            pass
+    if line.strip()[:1] not in ("{", "["):
+        raise ValueError(f"{file} cannot be read: it begins with {line.strip()[:20]!r}, not with an object in braces")
 
 
 def text_paragraphs(file):
@@ -383,8 +401,10 @@ class Corpus:
         return len(getattr(self, split)) // (L - 2)
 
     def rows(self, split, index, L):
-        """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64."""
+        """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the file was cut short."""
         stream, n = getattr(self, split), L - 2
+        if os.path.getsize(file := self.folder / f"{split}.bin") < stream.nbytes:       # reading on would be a SIGBUS
+            raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare it again")
         out = np.empty((len(index), L), np.int64)
         out[:, 0], out[:, -1] = self.vocab_size - 8, self.vocab_size - 6            # [CLS], [SEP]
         for row, i in zip(out, index):
@@ -508,8 +528,11 @@ def removed(*files):
 
 
 def open_corpus(folder) -> Corpus:
-    """A prepared folder -> Corpus. Raises ValueError when a map is not as long as its meta file says."""
-    meta, state = (json.loads((folder / name).read_text()) for name in ("meta.json", "tokenizer.json"))
+    """A prepared folder -> Corpus. Raises ValueError when it is damaged."""
+    try:
+        meta, state = (json.loads((folder / name).read_text()) for name in ("meta.json", "tokenizer.json"))
+    except ValueError as error:
+        raise ValueError(f"{folder} is damaged ({error}): delete it and prepare it again") from None
     maps = []
     for split in ("train", "val"):
         stream = np.memmap(folder / f"{split}.bin", meta["dtype"], "r")

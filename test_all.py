@@ -267,6 +267,55 @@ def test_finished_data_needs_nothing(corpus_file, cache, corpus, monkeypatch):
     assert one.name != two.name, "another column is another corpus"
 
 
+@given(content=st.binary(max_size=300) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass")))
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.txt.xz", "x.txt.bz2"])
+def test_any_bytes_are_text_or_one_clear_line(name, content, tmp_path_factory):
+    file = tmp_path_factory.mktemp("fuzz") / name
+    file.write_bytes(content)
+    try:
+        assert all(isinstance(text, str) for text in data.file_documents(str(file), "text"))
+    except ValueError as error:
+        assert "is damaged" in str(error) and name != "x.txt"
+
+
+JSON_LINES = ['{"text": "some words"}', '{"text": null}', '{"text": 7}', '{"title": "t"}', "[1]", "", "{", "7", "null", '"text"',
+              "\x00", '{"text": "\\u0000 \\ud83d"}']
+
+
+@given(lines=st.lists(st.sampled_from(JSON_LINES), max_size=5), end=st.sampled_from(["\n", "\r\n", ""]))
+@settings(max_examples=15, deadline=None)
+def test_any_jsonl_is_documents_or_one_clear_line(lines, end, tmp_path_factory):
+    file = tmp_path_factory.mktemp("fuzz") / "x.jsonl"
+    file.write_text("\n".join(lines) + end)
+    try:
+        assert all(isinstance(text, str) for text in data.file_documents(str(file), "text"))
+    except ValueError as error:
+        assert "cannot be read" in str(error) or "has no column" in str(error)
+
+
+def test_texts_that_are_hardly_text(tmp_path):
+    """NULs and broken UTF-8 pass; one endless line is cut; nothing but empty documents, or one, is one clear line."""
+    contents = (b"a\0b c\n\n" * 9, 9), (b"caf\xe9 \xff\n\n" * 9, 9), (b"word " * 200_000, 10)
+    for number, (content, documents) in enumerate(contents):
+        file = tmp_path / f"{number}.txt"
+        file.write_bytes(content)
+        meta = data.prepare(str(file), "bpe", str(tmp_path / "cache")).meta
+        assert documents <= meta["documents"] <= documents + 1
+    for content in ("\n" * 100_000, "word"):
+        (tmp_path / "empty.txt").write_text(content)
+        with pytest.raises(ValueError, match="at least 2 are needed"):
+            data.prepare(str(tmp_path / "empty.txt"), "bpe", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
+def test_a_damaged_cache_says_what_to_delete(corpus_file, tmp_path, name):
+    folder = data.prepare(corpus_file, "bpe", str(tmp_path)).folder
+    (folder / name).write_text('{"half')
+    with pytest.raises(ValueError, match="delete it"):
+        data.prepare(corpus_file, "bpe", str(tmp_path))
+
+
 def test_damaged_files_are_one_clear_line(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 10_000)
     whole = gzip.compress(random.Random(0).randbytes(50_000).hex().encode())
@@ -1678,6 +1727,146 @@ def test_sigterm_saves_and_resume_goes_on(corpus_file, cache, tmp_path):
     assert weights(tmp_path / "run")["step"] > 0
 
 
+def test_a_second_signal_leaves_at_once(monkeypatch):
+    left = []
+    monkeypatch.setattr(train.os, "_exit", left.append)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    signals = train.Signals()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.received == signal.SIGINT and left == []
+    os.kill(os.getpid(), signal.SIGTERM)
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
+        signal.signal(number, handler)
+    assert left == [143]
+
+
+# A training whose save is cut at a chosen call: killed there, or told that the disk is full.
+CUT = """
+import os, signal, sys
+import train
+how, where, which = sys.argv[1], sys.argv[2], int(sys.argv[3])
+module, name = {"write": (train.torch, "save"), "fsync": (os, "fsync"), "link": (os, "link"), "replace": (os, "replace")}[where]
+real, calls = getattr(module, name), [0]
+def cut(*args, **more):
+    if where != "replace" or str(args[0]).endswith(".tmp") and "ckpt" in str(args[0]):
+        calls[0] += 1
+    if calls[0] == which:
+        if how == "kill":
+            if where == "write":
+                args[1].write(b"half of a checkpoint")
+                args[1].flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(28, "No space left on device") if where != "write" else RuntimeError("file write failed")
+    return real(*args, **more)
+setattr(module, name, cut)
+train.main(sys.argv[4:])
+"""
+
+
+def train_flags(corpus_file, cache, out, *flags):
+    return ["--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache, "--out_dir", str(out), *TINY, *flags]
+
+
+SAVED_OFTEN = ["--steps", "12", "--eval_every", "3", "--objective", "taco+pplm", "--pe", "tupe_r"]
+
+
+@pytest.fixture(scope="session")
+def whole_run(corpus_file, cache, tmp_path_factory):
+    """The run never stopped, for comparison."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_train(corpus_file, cache, folder / "run", *SAVED_OFTEN)
+    return weights(folder / "run")["model"]
+
+
+@pytest.mark.parametrize("where, which", [("write", 3), ("link", 1), ("replace", 2), ("replace", 3)])
+def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, whole_run):
+    """At whatever call of save() the process dies, there is a whole checkpoint, and the end is bit for bit the same."""
+    flags = train_flags(corpus_file, cache, tmp_path / "run", *SAVED_OFTEN)
+    dead = subprocess.run([sys.executable, "-c", CUT, "kill", where, str(which), *flags], cwd=HERE, capture_output=True)
+    assert dead.returncode == -signal.SIGKILL, dead.stderr
+    there = [name for name in ("ckpt.pt", "ckpt_prev.pt") if (tmp_path / "run" / name).exists()]
+    assert all(weights(tmp_path / "run", name)["step"] in (3, 6, 9) for name in there) and (there or which == 1)
+    train.main([*flags, "--resume"])
+    assert all((value == whole_run[key]).all() for key, value in weights(tmp_path / "run")["model"].items())
+
+
+@pytest.mark.parametrize("where", ["write", "fsync"])
+def test_a_full_disk_is_one_line_and_loses_nothing(corpus_file, cache, tmp_path, where):
+    flags = train_flags(corpus_file, cache, tmp_path / "run", *SAVED_OFTEN)
+    dead = subprocess.run([sys.executable, "-c", CUT, "full", where, "3", *flags], cwd=HERE, capture_output=True, text=True)
+    assert dead.returncode == 1 and dead.stderr.strip().splitlines()[-1].startswith("error: "), dead.stderr
+    assert "Traceback" not in dead.stderr and "the last checkpoint is of step 6" in dead.stderr
+    assert weights(tmp_path / "run")["step"] == 6 and weights(tmp_path / "run", "ckpt_prev.pt")["step"] == 3
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_two_runs_in_one_folder(corpus_file, cache, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    with train.lock(tmp_path / "run"):
+        with pytest.raises(SystemExit) as stopped:
+            run_train(corpus_file, cache, tmp_path / "run", "--steps", "1")
+    assert stopped.value.code == 2 and "another process is training in" in capsys.readouterr().err
+    run_train(corpus_file, cache, tmp_path / "run", "--steps", "1")
+
+
+def test_a_memory_map_cut_short_under_the_run(corpus_file, tmp_path, monkeypatch, capsys):
+    cache = str(tmp_path / "cache")
+    file = data.prepare(corpus_file, "bpe", cache).folder / "train.bin"
+    real = train.Updater.step
+
+    def step(self):
+        real(self)
+        if int(self.done) == 4:
+            os.truncate(file, 100)
+    monkeypatch.setattr(train.Updater, "step", step)
+    with pytest.raises(SystemExit) as stopped:
+        run_train(corpus_file, cache, tmp_path / "run", "--steps", "50", "--eval_every", "3")
+    assert stopped.value.code == 1
+    assert "was cut short under the run" in (text := capsys.readouterr().err) and "checkpoint is of step 3" in text
+
+
+def test_out_of_memory_is_one_line(corpus_file, cache, tmp_path, monkeypatch, capsys):
+    def step(self):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 EiB")
+    monkeypatch.setattr(train.Updater, "step", step)
+    with pytest.raises(SystemExit) as stopped:
+        run_train(corpus_file, cache, tmp_path / "run", "--steps", "5")
+    assert stopped.value.code == 1 and "lower --batch_size" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_preparing_is_one_line(corpus_file, tmp_path, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(data, "tokenize", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        run_train(corpus_file, str(tmp_path / "cache"), tmp_path / "run")
+    assert stopped.value.code == 130 and "interrupted" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be(corpus_file, cache, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(SystemExit) as stopped:
+        run_train(corpus_file, cache, tmp_path / "file" / "run", "--steps", "1")
+    assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, tmp_path):
+    flags = train_flags(corpus_file, cache, tmp_path / "run", "--eval_every", "10", "--log_every", "10")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    code = ("import os, signal, sys, train\nreal = train.update\ndef update(run, step):\n"
+            "    if run.rank == 1 and step == 15: os.kill(os.getpid(), signal.SIGKILL)\n    return real(run, step)\n"
+            "train.update = update\ntrain.main()")
+    (tmp_path / "dies.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{code}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    data.prepare(corpus_file, "bpe", cache)
+    dead = subprocess.run([*torchrun, tmp_path / "dies.py", *flags, "--steps", "30"], env=environment, capture_output=True,
+                          text=True, timeout=120)
+    assert dead.returncode != 0 and "Signal 9 (SIGKILL)" in dead.stderr
+    assert weights(tmp_path / "run")["step"] == 10
+    train.main([*flags, "--steps", "30", "--resume", "--grad_accum", "2"])      # and one process may go on for the two
+    assert weights(tmp_path / "run")["step"] == 30
+
+
 def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
     """torchrun with two gloo processes: the weights of one process with twice the accumulation, within 1e-6."""
     common = [
@@ -1758,6 +1947,20 @@ def test_mistakes_are_one_line_and_exit_2(corpus_file, cache, tmp_path, capsys, 
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and says in error and len(error.splitlines()) == 1
     assert not (tmp_path / "run").exists(), "nothing half-written"
+
+
+@given(content=st.binary(max_size=200), cut=st.integers(0, 2000))
+@settings(max_examples=40, deadline=None)
+def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
+    file = tmp_path_factory.mktemp("fuzz") / "ckpt.pt"
+    torch.save({"config": {}, "model": {}, "tokenizer": {}}, file)
+    whole = file.read_bytes()
+    for damaged in (content, whole[:cut % len(whole)], whole[:40] + content + whole[40 + len(content):]):
+        file.write_bytes(damaged)
+        try:
+            assert isinstance(model_module.read_checkpoint(str(file)), dict)        # the damage was where nothing is read
+        except ValueError as error:
+            assert "checkpoint" in str(error)
 
 
 def test_bad_checkpoints_are_one_line(corpus_file, cache, tmp_path):

@@ -34,9 +34,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 try:
-    import resource  # peak memory on a CPU; not there on Windows
-except ImportError:
-    resource = None
+    import fcntl  # locks
+    import resource  # peak memory on a CPU
+except ImportError:     # Windows has neither
+    fcntl = resource = None
 
 from data import Batches, Corpus, Parser, add_data_flags, encoding_arguments, one_line_errors, prepare, removed, write_json
 from model import N_SPECIALS, PE_NAMES, Encoder, EncoderConfig, load_strict, read_checkpoint, warm_start
@@ -370,9 +371,9 @@ def one_line_failures(remedy, run=None):
     """What breaks under way (memory, disk) ends with one line and exit code 1; other exceptions are bugs and show."""
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         last = f"; the last checkpoint is of step {run.saved}" if run else ""
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
             stop(1, f"out of memory: {remedy}{last}")
         if isinstance(error, OSError):
             stop(1, f"{error}{last}")
@@ -394,7 +395,10 @@ def save(folder, step, model, updater, meta, keep=False):
     file, aside, previous = folder / "ckpt.pt", folder / "ckpt.tmp", folder / "ckpt_prev.tmp"
     with removed(aside, previous):
         with open(aside, "wb") as handle:
-            torch.save({**meta, "step": step, "model": model.state_dict(), **updater.state_dict()}, handle)
+            try:
+                torch.save({**meta, "step": step, "model": model.state_dict(), **updater.state_dict()}, handle)
+            except RuntimeError as error:       # how torch reports a full disk
+                raise OSError(f"{aside} cannot be written: {error}") from None
             handle.flush()
             os.fsync(handle.fileno())
         if file.exists():
@@ -403,6 +407,17 @@ def save(folder, step, model, updater, meta, keep=False):
         os.replace(aside, file)
     if keep:
         link(file, folder / f"ckpt_{step}.pt")
+
+
+def lock(folder):
+    """Two runs in one folder would overwrite each other's checkpoints -> the open lock; it ends with the process."""
+    handle = open(folder / "lock", "w")
+    if fcntl:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is training in {folder}: wait for it, or name another --out_dir") from None
+    return handle
 
 
 def link(file, target):
@@ -750,7 +765,8 @@ def main(argv=None):
     with one_line_errors():
         run = set_up(args)
         run.folder.mkdir(parents=True, exist_ok=True)
-    with one_line_failures("lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model", run):
+        held = lock(run.folder) if run.rank == 0 else contextlib.nullcontext()
+    with held, one_line_failures("lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model", run):
         start(run)
         train(run)
     if run.world > 1:
