@@ -1,6 +1,7 @@
 """The tests, in the order of the files: data, model, objectives, train, finetune, probe.
 
     python -m pytest test_all.py
+    python test_all.py --soak           # a few minutes more: one run, killed 20 times
 
 A mechanism is held against a naive loop written from its paper, an implementation by others, or an invariant.
 No network; what needs a library that is not installed is skipped, and so is GPT-2's vocabulary where
@@ -8,6 +9,7 @@ TIKTOKEN_CACHE_DIR does not hold it.
 """
 
 import collections
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -20,6 +22,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -2339,7 +2342,50 @@ def test_commands_of_the_readme_parse():
             assert all(f'"{flag}"' in source for flag in flags if flag.startswith("--")), line
 
 
+def soak(n_kills=20, seed=0):
+    """A few minutes: a run killed at random moments, or inside a save, and resumed each time; its end is compared bit for bit.
+
+    Every second kill is SIGKILL from outside, the others SIGTERM, a death inside a write, or a full disk.
+    """
+    rng, began, tally = random.Random(seed), time.time(), collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        corpus, cache = write_corpus(folder / "corpus.jsonl", 400), str(folder / "cache")
+        flags = ["--objective", "taco+pplm", "--pe", "tupe_r", "--steps", "3000", "--eval_every", "25", "--grad_accum", "2"]
+        print("the run never stopped", flush=True)
+        run_train(corpus, cache, folder / "whole", *flags)
+        flags = train_flags(corpus, cache, folder / "cut", *flags, "--resume")
+        step = 0
+        for kill in range(n_kills):
+            cut = ["fsync", "link", "replace", "write"][kill % 4]
+            kind = ["SIGKILL", "SIGTERM", "SIGKILL", "dies in " + cut, "SIGKILL", "disk full"][kill % 6]
+            command = [sys.executable, HERE / "train.py", *flags]
+            if kind.startswith(("dies", "disk")):
+                how = "kill" if kind.startswith("dies") else "full"
+                command = [sys.executable, "-c", CUT, how, cut, str(rng.randint(1, 5)), *flags]
+            process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            if kind.startswith("SIG"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(rng.uniform(2, 8))         # from before the first step to the middle of the run
+                process.send_signal(getattr(signal, kind))
+            errors = process.communicate(timeout=120)[1]
+            lost = [line for line in errors.splitlines() if "Traceback" in line]
+            now = weights(folder / "cut")["step"] if (folder / "cut" / "ckpt.pt").exists() else 0
+            tally[kind.split(" in ")[0]] += 1
+            print(f"{kill + 1:3} {kind:16} exit {process.returncode:4}, last checkpoint at step {now}", flush=True)
+            assert now >= step and not lost, errors
+            step = now
+        train.main(flags)
+        a, b = weights(folder / "whole")["model"], weights(folder / "cut")["model"]
+        different = [key for key in a if (a[key] != b[key]).any()]
+    print(f"soak: {dict(tally)}; tensors that differ from the run never stopped: {len(different)} of {len(a)}; "
+          f"{time.time() - began:.0f} s")
+    return 1 if different else 0
+
+
 if __name__ == "__main__":
+    if "--soak" in sys.argv:
+        sys.exit(soak())
     start = time.time()
     code = pytest.main([__file__, *sys.argv[1:]])
     print(f"{time.time() - start:.0f} s")
