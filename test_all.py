@@ -9,7 +9,6 @@ TIKTOKEN_CACHE_DIR does not hold it.
 """
 
 import collections
-import contextlib
 import copy
 import csv
 import dataclasses
@@ -1832,9 +1831,10 @@ def test_out_of_memory_is_one_line(corpus_file, cache, tmp_path, monkeypatch, ca
     def step(self):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 EiB")
     monkeypatch.setattr(train.Updater, "step", step)
-    with pytest.raises(SystemExit) as stopped:
-        run_train(corpus_file, cache, tmp_path / "run", "--steps", "5")
-    assert stopped.value.code == 1 and "lower --batch_size" in capsys.readouterr().err
+    for flags in (["--steps", "5"], ["--d_ff", "10000000000000"]):
+        with pytest.raises(SystemExit) as stopped:
+            run_train(corpus_file, cache, tmp_path / "run", *flags)
+        assert stopped.value.code == 1 and "lower --batch_size" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_preparing_is_one_line(corpus_file, tmp_path, monkeypatch, capsys):
@@ -2351,27 +2351,29 @@ def soak(n_kills=20, seed=0):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         corpus, cache = write_corpus(folder / "corpus.jsonl", 400), str(folder / "cache")
-        flags = ["--objective", "taco+pplm", "--pe", "tupe_r", "--steps", "3000", "--eval_every", "25", "--grad_accum", "2"]
+        flags = ["--objective", "taco+pplm", "--pe", "tupe_r", "--steps", "1500", "--eval_every", "25", "--log_every", "25", "--grad_accum", "2"]
         print("the run never stopped", flush=True)
         run_train(corpus, cache, folder / "whole", *flags)
         flags = train_flags(corpus, cache, folder / "cut", *flags, "--resume")
-        step = 0
+        step, log = 0, folder / "cut" / "log.jsonl"
         for kill in range(n_kills):
-            cut = ["fsync", "link", "replace", "write"][kill % 4]
-            kind = ["SIGKILL", "SIGTERM", "SIGKILL", "dies in " + cut, "SIGKILL", "disk full"][kill % 6]
+            kind, how, where = [("SIGKILL", "", ""), ("SIGTERM", "", ""), ("SIGKILL", "", ""),
+                                ("dies in a write", "kill", ["fsync", "link", "replace", "write"][kill % 4]),
+                                ("SIGKILL", "", ""), ("disk full", "full", ["fsync", "write"][kill % 2])][kill % 6]
             command = [sys.executable, HERE / "train.py", *flags]
-            if kind.startswith(("dies", "disk")):
-                how = "kill" if kind.startswith("dies") else "full"
-                command = [sys.executable, "-c", CUT, how, cut, str(rng.randint(1, 5)), *flags]
+            if how:
+                command = [sys.executable, "-c", CUT, how, where, str(rng.randint(1, 5)), *flags]
             process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            if kind.startswith("SIG"):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(rng.uniform(2, 8))         # from before the first step to the middle of the run
+            if not how:
+                written = log.stat().st_mtime_ns if log.exists() else 0
+                while kill % 5 and process.poll() is None and (not log.exists() or log.stat().st_mtime_ns == written):
+                    time.sleep(0.05)                        # most die between two steps or inside one, every fifth before
+                time.sleep(rng.uniform(0, 3))
                 process.send_signal(getattr(signal, kind))
-            errors = process.communicate(timeout=120)[1]
+            errors = process.communicate(timeout=300)[1]
             lost = [line for line in errors.splitlines() if "Traceback" in line]
             now = weights(folder / "cut")["step"] if (folder / "cut" / "ckpt.pt").exists() else 0
-            tally[kind.split(" in ")[0]] += 1
+            tally[kind] += 1
             print(f"{kill + 1:3} {kind:16} exit {process.returncode:4}, last checkpoint at step {now}", flush=True)
             assert now >= step and not lost, errors
             step = now

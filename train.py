@@ -168,19 +168,22 @@ def objective_config(args):
 def check_args(args):
     """Ranges that no other part of the program looks after. Raises ValueError."""
     for name in ("steps", "batch_size", "grad_accum", "eval_every", "log_every"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+        if not 1 <= getattr(args, name) < 2 ** 31:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1 (and below 2^31)")
     for name in ("lr", "eps"):
         if not 0 < getattr(args, name) < math.inf:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be a positive number")
     for name in ("warmup", "weight_decay", "keep_every", "seed"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise ValueError(f"--{name} is {getattr(args, name)}; it cannot be negative")
+        if not 0 <= getattr(args, name) < 2 ** 63:
+            raise ValueError(f"--{name} is {getattr(args, name)}; it cannot be negative, nor 2^63 or more")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be in [0, 1)")
     if args.block_size < 4:
         raise ValueError(f"--block_size is {args.block_size}; a row needs at least 4: [CLS], two tokens and [SEP]")
+    if args.batch_size * args.block_size >= 2 ** 31:
+        raise ValueError(f"--batch_size {args.batch_size} times --block_size {args.block_size} tokens in one micro-batch: lower them "
+                         "and raise --grad_accum")
     if not 0 < args.data_fraction <= 1:
         raise ValueError(f"--data_fraction is {args.data_fraction}; it must be above 0 and at most 1")
     args.pe, args.objective = args.pe.lower(), args.objective.lower()
@@ -762,11 +765,12 @@ def write_log(run, step, means, seconds, at_eval):
 def main(argv=None):
     args = parse_args(argv)
     keep_memory()
-    with one_line_errors():
+    remedy = "lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model"
+    with one_line_failures(remedy), one_line_errors():
         run = set_up(args)
         run.folder.mkdir(parents=True, exist_ok=True)
         held = lock(run.folder) if run.rank == 0 else contextlib.nullcontext()
-    with held, one_line_failures("lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model", run):
+    with held, one_line_failures(remedy, run):
         start(run)
         train(run)
     if run.world > 1:
