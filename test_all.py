@@ -2351,7 +2351,8 @@ def soak(n_kills=20, seed=0):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         corpus, cache = write_corpus(folder / "corpus.jsonl", 400), str(folder / "cache")
-        flags = ["--objective", "taco+pplm", "--pe", "tupe_r", "--steps", "1500", "--eval_every", "25", "--log_every", "25", "--grad_accum", "2"]
+        flags = ["--objective", "taco+pplm", "--pe", "tupe_r", "--steps", "1500", "--eval_every", "25", "--log_every", "25",
+                 "--grad_accum", "2"]
         print("the run never stopped", flush=True)
         run_train(corpus, cache, folder / "whole", *flags)
         flags = train_flags(corpus, cache, folder / "cut", *flags, "--resume")

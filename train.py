@@ -182,8 +182,8 @@ def check_args(args):
     if args.block_size < 4:
         raise ValueError(f"--block_size is {args.block_size}; a row needs at least 4: [CLS], two tokens and [SEP]")
     if args.batch_size * args.block_size >= 2 ** 31:
-        raise ValueError(f"--batch_size {args.batch_size} times --block_size {args.block_size} tokens in one micro-batch: lower them "
-                         "and raise --grad_accum")
+        raise ValueError(f"--batch_size {args.batch_size} times --block_size {args.block_size} is too much for one micro-batch: "
+                         "lower them and raise --grad_accum")
     if not 0 < args.data_fraction <= 1:
         raise ValueError(f"--data_fraction is {args.data_fraction}; it must be above 0 and at most 1")
     args.pe, args.objective = args.pe.lower(), args.objective.lower()
