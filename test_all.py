@@ -1122,22 +1122,22 @@ def test_tc_of_a_constant_is_ln_1_plus_k_and_candidates_are_detached():
 # ----- nsp
 
 def test_nsp_rows():
-    model, tokens = pretraining("nsp"), packed_rows(40)
+    model, tokens = pretraining("nsp"), packed_rows(42)
     tokens[2, 3:-1] = VOCAB - 6                                     # two words: no two halves
     swapped = collections.Counter()
     for seed in range(30):
         batch = model.corrupt(tokens, seed)
         new, label = batch["tokens"], batch["nsp_label"]
-        assert label.sum() == 20 and (batch["eligible"] == (new < VOCAB - 8)).all() and (batch["original"] == new).all()
-        assert batch["nsp_weight"].tolist() == [float(b != 2) for b in range(40)] and (new[2] == tokens[2]).all()
-        for b in [b for b in range(40) if b != 2]:
+        assert label.sum() == 21 and (batch["eligible"] == (new < VOCAB - 8)).all() and (batch["original"] == new).all()
+        assert batch["nsp_weight"].tolist() == [float(b != 2) for b in range(42)] and (new[2] == tokens[2]).all()
+        for b in [b for b in range(42) if b != 2]:
             words = [i for i in range(12) if tokens[b, i] < VOCAB - 8]
             middle = words[len(words) // 2]
             assert new[b, middle] == VOCAB - 6 and (new[b, :middle] == tokens[b, :middle]).all()
-            same = [c for c in range(40) if (tokens[c, middle + 1:] == new[b, middle + 1:]).all()]
+            same = [c for c in range(42) if (tokens[c, middle + 1:] == new[b, middle + 1:]).all()]
             assert same == [b] if not label[b] else (len(same) == 1 and same != [b] and label[same[0]] == 1)
         swapped.update(label.nonzero()[:, 0].tolist())
-    assert len(swapped) == 40 and max(swapped.values()) < 28
+    assert len(swapped) == 42 and max(swapped.values()) < 28
     both = model.corrupt(tokens[:2], 0)
     assert both["nsp_label"].tolist() == [1, 1], "two rows can only trade"
 

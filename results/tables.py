@@ -30,7 +30,7 @@ def collect(name, folders):
         first, *lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         last = [line for line in lines if "val_loss" in line][-1]
         rows.append({**{key: first["args"][key] for key in KEPT}, "trained_steps": last["step"], "loss": last["loss"],
-                     "val_loss": last["val_loss"], "baselines": first["baselines"],
+                     **{key: value for key, value in last.items() if key.startswith("val_")}, "baselines": first["baselines"],
                      "data": first["data"]["source"].get("hash") or first["data"]["source"].get("files"),
                      "tokens": first["data"]["tokens"]["train"], "torch": first["versions"]["torch"]})
     (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,6 +63,25 @@ def scheme_tables():
             loss = pplm[pe][0]["val_loss"]
             ordered = f"{loss:.3f} | {pplm[pe][0]['baselines']['prior'] - loss:.3f}"
         print(f"| `{pe}` | {added} | {ratio} | {statistics.median(losses):.3f}{spread} | {ordered} |")
+
+
+def objective_table():
+    """Each objective beside its own baselines: the lowest that its validation loss has passed, and the next one."""
+    print("\n| objective | pe | steps | validation loss | beside its baselines | accuracy |\n|---|---|---|---|---|---|")
+    for row in sorted(read("objectives.jsonl"), key=lambda row: (row["objective"], row["pe"], row["trained_steps"])):
+        parts = row["objective"].split("+")
+        losses = [row.get(f"val_{part}", row["val_loss"]) for part in parts]
+        notes, right = [], []
+        for part, loss in zip(parts, losses):
+            own = sorted((value, key.split(".")[-1]) for key, value in row["baselines"].items()
+                         if "." not in key or key.startswith(f"{part}."))
+            passed, missed = [x for x in own if loss < x[0]], [x for x in own if loss >= x[0]]
+            text = [f"{passed[0][0] - loss:.3f} below `{passed[0][1]}` ({passed[0][0]:.3f})"] if passed else []
+            text += [f"{loss - missed[-1][0]:.3f} above `{missed[-1][1]}`"] if missed else []
+            notes.append((f"{part}: " if len(parts) > 1 else "") + ", ".join(text))
+            right += [f"{row[key]:.3f}"] if (key := f"val_{part}_accuracy") in row else []
+        print(f"| `{row['objective']}` | `{row['pe']}` | {row['trained_steps']:,} | {', '.join(f'{x:.3f}' for x in losses)} | "
+              f"{'; '.join(notes)} | {', '.join(right)} |")
 
 
 def finetune_table():
@@ -104,6 +123,7 @@ if __name__ == "__main__":
         collect(sys.argv[2], sys.argv[3:])
     else:
         scheme_tables()
+        objective_table()
         finetune_table()
         if read("pplm.jsonl"):
             draw_pplm()
