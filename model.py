@@ -547,7 +547,7 @@ class PositionalScheme(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=1.0)
         # On a CPU a plain softmax beats the library call: 212 against 323 ms, forward and backward with dropout and a bias,
         # at B 64, H 16, L 128, D 16 in bf16 on 2 cores; 5.1 against 6.5 ms at the demo's sizes.
-        A = F.dropout(self.logits(q, k, pos, relative, mask).softmax(-1), dropout)  # (B, H, L, L)
+        A = drop(self.logits(q, k, pos, relative, mask).softmax(-1), dropout)       # (B, H, L, L)
         out = A @ v
         if value_table is not None:
             # sum_j A_ij a_r(ij): first the weight that each row i gives to each offset, then one product.
@@ -555,6 +555,21 @@ class PositionalScheme(nn.Module):
             weight = A.new_zeros(B, H, L, len(value_table)).scatter_add(-1, expand_index(index, A), A)
             out = out + weight @ value_table.to(weight.dtype)
         return out
+
+
+def drop(x: Tensor, p: float, training=True) -> Tensor:
+    """F.dropout. On a CPU 16 random bits decide about a number, four from one draw: F.dropout takes one draw each, which is
+    a quarter of a step (`paper`, batch 16, bf16, one core: 0.75 of the time). p is rounded to 1/65536, the scale exact."""
+    if not (training and p > 0 and x.device.type == "cpu") or torch.compiler.is_compiling():
+        return F.dropout(x, p, training)
+    n, cut = x.numel(), min(round(65536 * p), 65535)
+    bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-2 ** 63, None).view(torch.int16)[:n].view(x.shape)
+    return x * bits.ge_(cut - 32768).to(x.dtype).mul_(65536 / (65536 - cut))
+
+
+class Dropout(nn.Dropout):
+    def forward(self, x):
+        return drop(x, self.p, self.training)
 
 
 def expand_index(index, like):
@@ -577,7 +592,7 @@ class Block(nn.Module):
         self.fc1 = nn.Linear(cfg.d_model, cfg.d_ff)
         self.fc2 = nn.Linear(cfg.d_ff, cfg.d_model)
         self.norm2 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
 
     def heads(self, x):
         return [split_heads(y, self.n_head) for y in self.qkv(x).chunk(3, dim=-1)]  # 3 x (B, H, L, D)
@@ -602,7 +617,7 @@ class Encoder(nn.Module):
         self.tok = nn.Embedding(padded, cfg.d_model)
         self.pe = PositionalScheme(cfg)
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.drop = nn.Dropout(cfg.dropout)
+        self.drop = Dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.apply(init_weights)
 
