@@ -6,35 +6,29 @@
     python bench.py --sweep --preset paper              # rows of 128 .. 2048, the tokens of a step constant
     python bench.py --data 'books/*.jsonl.xz'           # tokenising beside decompressing, the loader beside a step
 
-A step is corruption, forward, backward, clip and update, on random tokens. Those that are compared take turns, one step of
-each (A B A B), so that a machine that slows down slows all: a ratio is the median over the rounds, with the middle half of
-them as its spread. Peak memory is that of a fresh process that does nothing else.
-The peer is used as its users do: masking like DataCollatorForLanguageModeling's, logits at every place, labels -100, sdpa;
-sizes, vocabulary, dropout, autocast, fused AdamW and clipping are ours. Its rows are full, so it gets no attention mask.
+A step is corruption, forward, backward, clip and update, on random tokens. What is compared takes turns, a step of each
+(A B A B), so that a machine that slows down slows all: a ratio is the median over the rounds, with their middle half.
+Peak memory is that of a fresh process. The peer is used as its users do: DataCollatorForLanguageModeling's masking, logits
+at every place, sdpa, no attention mask since rows are full; sizes, dropout, autocast, fused AdamW and clipping are ours.
 
-The floor, counted on paper; count() has it for any config, a test holds it against PyTorch's counter. V' is V padded to a
-multiple of 64, k = round(mask_rate (L - 2)) slots, w bytes a number (2 in 16 bits); backward is twice forward.
-
-                     operations, forward + backward                   paper: B 64, L 128, k 38   base: B 32, L 512, k 76
-    qkv and out      3 * 8 B L C^2 a layer                            0.155 T                    2.783 T
-    feed-forward     3 * 4 B L C F a layer                            0.309 T                    5.566 T
-    attention        3 * 4 B L^2 C a layer                            0.039 T                    0.928 T
-    head             3 * 2 B k C (C + V')                             0.189 T                    0.572 T
-    together                                                          0.691 T                    9.850 T
+The floor, on paper: V' is V padded to a multiple of 64, k = round(mask_rate (L - 2)), w bytes a number (2 in 16 bits).
+    operations (backward is twice forward)                    paper: B 64, L 128, k 38   base: B 32, L 512, k 76
+    qkv and out      3 * 8 B L C^2 a layer                    0.155 T                    2.783 T
+    feed-forward     3 * 4 B L C F a layer                    0.309 T                    5.566 T
+    attention        3 * 4 B L^2 C a layer                    0.039 T                    0.928 T
+    head             3 * 2 B k C (C + V')                     0.189 T                    0.572 T
     bytes that move
-    layers           5 w B L (8 C + 2 F) a layer                      4.0 GB                     24.2 GB
-    head             5 w B k V'                                       1.2 GB                     1.2 GB
-    optimiser        36 bytes a parameter                             0.8 GB                     4.5 GB
+    layers           5 w B L (8 C + 2 F) a layer              4.0 GB                     24.2 GB
+    head             5 w B k V'                               1.2 GB                     1.2 GB
+    optimiser        36 a parameter                           0.8 GB                     4.5 GB
     bytes that stay
-    parameters       16 a parameter: it, its gradient, two moments    0.36 GB                    2.00 GB
-    activations      w B L (8 C + 2 F) a layer                        0.81 GB                    4.83 GB
-
-Why 5: what backward needs is written once and read twice, its gradient written and read; x, q, k, v, attention's output and
-three inputs of norms make 8 C, both sides of the GELU 2 F. Attention's own probabilities do not count: a fused kernel never
-stores them. Why 36: the norm reads the gradient that backward wrote, AdamW reads four numbers and writes three.
-`x floor` is measured over sum over parts of max(operations / rate of a large matrix product, bytes / rate of a large copy),
-both timed in the same run. Floor and MFU count what the task needs, for the peer too: logits at unselected places, padding,
-dropout and a scheme's own terms are overhead.
+    parameters       16 each: it, its gradient, two moments   0.36 GB                    2.00 GB
+    activations      w B L (8 C + 2 F) a layer                0.81 GB                    4.83 GB
+5: what backward needs is written once and read twice, its gradient written and read. 8 C: x, q, k, v, attention's output,
+three inputs of norms; 2 F: both sides of the GELU; attention's probabilities a fused kernel never stores. 36: the gradient
+is written, read for its norm, and AdamW reads four numbers and writes three. `x floor` is a step's time over the sum over
+parts of max(operations / rate of a large product, bytes / rate of a large copy), both timed in the same run. It and MFU
+count what the task needs: logits at other places, padding, dropout and a scheme's own terms are overhead.
 """
 
 import argparse
@@ -48,17 +42,16 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.utils.benchmark import Timer
 
 import data
-import model
 import objectives
 import train
-from model import PE_NAMES, Encoder, EncoderConfig
+from model import ALIASES, PE_NAMES, Encoder, EncoderConfig
 from objectives import KINDS, MLM, OBJECTIVES, PAIR_HIDDEN, ObjectiveConfig, Pretraining
 from train import PRESETS
 
@@ -73,9 +66,6 @@ class FullMLM(MLM):
     def loss(self, encoder, hidden, batch):
         return self.score(encoder, hidden.flatten(0, 1), batch["original"].flatten(), batch["eligible"].flatten())[0], {}
 
-
-# ---------------------------------------------------------------------------------------------------------
-# What is measured
 
 @dataclass(frozen=True)
 class Variant:
@@ -173,13 +163,9 @@ def synchronize(device):
 
 
 def fresh(function, *args):
-    """function(*args) in a process of its own, so that its peak memory is nobody else's. Call it while this one is small:
-    on Linux a child's peak starts with its parent's."""
-    try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(function, *args).result()
-    except BrokenProcessPool:
-        raise OSError("a measuring process was ended from outside; most likely out of memory") from None
+    """function(*args) in a process of its own. To be called while this one is small: a child's peak starts with its parent's."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 def peak_memory(variant, device, dtype):
@@ -196,38 +182,29 @@ def peak_memory(variant, device, dtype):
 def count(cfg, B, L, objective="mlm", mask_rate=0.15, n_parameters=0, width=2):
     """{part: (operations, bytes moved)} of a step, as the docstring counts them; the heads of tc and nsp are left out."""
     C, F, V, n = cfg.d_model, cfg.d_ff, -(-cfg.vocab_size // 64) * 64, L - 2
-    forward = {"qkv and out": 8 * B * L * C ** 2 * cfg.n_layer, "feed-forward": 4 * B * L * C * F * cfg.n_layer,
-               "attention": 4 * B * L ** 2 * C * cfg.n_layer}
-    moved = {"qkv and out": 6 * B * L * C * cfg.n_layer, "feed-forward": 2 * B * L * (C + F) * cfg.n_layer}
     slots = {"mlm": round(mask_rate * n), "mlm_full": L, "clm": L - 1}
+    parts = {"qkv and out": (8 * B * L * C ** 2 * cfg.n_layer, 6 * B * L * C * cfg.n_layer),
+             "feed-forward": (4 * B * L * C * F * cfg.n_layer, 2 * B * L * (C + F) * cfg.n_layer),
+             "attention": (4 * B * L ** 2 * C * cfg.n_layer, 0)}
     for name in objectives.ALIASES.get(objective, objective).split("+"):
         if name in slots:
-            forward["head"], moved["head"] = 2 * B * slots[name] * C * (C + V), B * slots[name] * V
+            parts["head"] = 2 * B * slots[name] * C * (C + V), B * slots[name] * V
         if name in KINDS["position"]:
             classes = 2 if name == "pplm_binary" else 2 * L - 1
             psi = 2 * B * n ** 2 * PAIR_HIDDEN * (cfg.n_head + classes)
-            forward["pairs"], moved["pairs"] = 4 * B * L * C ** 2 + 2 * B * L ** 2 * C + psi, B * n ** 2 * classes
-    parts = {name: (3 * operations, 5 * width * moved.get(name, 0)) for name, operations in forward.items()}
+            parts["pairs"] = 4 * B * L * C ** 2 + 2 * B * L ** 2 * C + psi, B * n ** 2 * classes
+    parts = {name: (3 * operations, 5 * width * numbers) for name, (operations, numbers) in parts.items()}
     return {**parts, "optimiser": (0, 36 * n_parameters)}
 
 
 def ceilings(device, dtype):
-    """-> operations a second of a large matrix product, bytes a second of a large copy: the best of five."""
-    big = device.type == "cuda"
-    a, b = torch.randn(2, *2 * [8192 if big else 2048], device=device, dtype=dtype)
-    source = torch.zeros(2 ** (30 if big else 27), dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-
-    def best(call):
-        seconds = []
-        for _ in range(6):              # the first one warms up
-            synchronize(device)
-            start = time.perf_counter()
-            call()
-            synchronize(device)
-            seconds.append(time.perf_counter() - start)
-        return min(seconds[1:])
-    return 2 * len(a) ** 3 / best(lambda: a @ b), 2 * len(source) / best(lambda: target.copy_(source))
+    """-> operations a second of a large matrix product, bytes a second of a large copy."""
+    n, size = (8192, 1 << 30) if device.type == "cuda" else (2048, 1 << 27)
+    names = {"a": torch.randn(n, n, device=device, dtype=dtype), "x": torch.ones(size, dtype=torch.uint8, device=device)}
+    names["y"] = torch.zeros_like(names["x"])
+    product, copy = (Timer(code, globals=names, num_threads=torch.get_num_threads()).timeit(5).mean
+                     for code in ("a @ a", "y.copy_(x)"))
+    return 2 * n ** 3 / product, 2 * size / copy
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -261,21 +238,18 @@ class Bench:
         rounds = [[step() for step in steppers] for _ in range(self.args.warmup + self.args.pairs)]
         return list(zip(*rounds[self.args.warmup:]))
 
-    def against(self, reference, variants, key):
-        """A row for each variant, with its time over that of the reference, measured in turn."""
-        self.start(variants, f"time, over that of {key} (middle half)")
-        for variant in variants:
-            base, mine = self.turns((reference, variant))
-            self.add(variant, mine, {f"ratio_to_{key}": [b / a for a, b in zip(base, mine)]})
-
-    def peer(self, variants):
-        """All of them in turn; ours also as times the tokens/s of the peer's."""
-        self.start(variants, "times the tokens/s of .. (middle half)")
-        seconds = dict(zip(variants, self.turns(variants)))
-        for variant, mine in seconds.items():
-            theirs = {v.name: t for v, t in seconds.items() if v.maker == "hf" and variant.maker == "ours"}
-            self.add(variant, mine, {f"speed_to_{name.replace(' ', '_')}": [b / a for a, b in zip(mine, t)]
-                                     for name, t in theirs.items()})
+    def compare(self, variants, reference=None, key=None):
+        """A row for each variant: its time over that of the reference, in turns with it. Without one (--peer) all take turns,
+        and ours are rows with their tokens/s over the peer's."""
+        self.start(variants, f"time, over that of {key} (middle half)" if reference else "times the tokens/s of .. (middle half)")
+        for group in [(reference, v) for v in variants] if reference else [variants]:
+            seconds = list(zip(group, self.turns(group)))
+            for v, mine in seconds[1:] if reference else seconds:
+                peers = {p.name.replace(" ", "_"): t for p, t in seconds if p.maker == "hf" and v.maker == "ours"}
+                ratios = {f"speed_to_{name}": [b / a for a, b in zip(mine, t)] for name, t in peers.items()}
+                if reference:
+                    ratios = {f"ratio_to_{key}": [b / a for a, b in zip(seconds[0][1], mine)]}
+                self.add(v, mine, ratios)
 
     def add(self, v, seconds, ratios):
         """Print a row, and keep it."""
@@ -303,53 +277,40 @@ class Bench:
             Path(self.args.json).write_text(json.dumps({"machine": self.machine, "rows": self.rows}, indent=1))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Data
-
-def timed_prepare(pattern, tokenizer, cache):
+def timed_prepare(pattern, cache):
     start = time.perf_counter()
-    data.prepare(pattern, tokenizer, cache)
+    data.prepare(pattern, "bpe", cache)
     return time.perf_counter() - start, train.peak_memory_mb(torch.device("cpu"))
 
 
-def timed_reading(pattern):
-    """-> bytes of text, seconds to decompress them, seconds to decompress and parse them."""
-    start = time.perf_counter()
-    for file in glob.glob(os.path.expanduser(pattern), recursive=True):
-        with data.OPENERS.get(Path(file).suffix, open)(file, "rb") as handle:
-            while handle.read(1 << 20):
-                pass
-    middle = time.perf_counter()
-    size = sum(len(text.encode()) for documents, _ in data.find_source(pattern).parts() for text in documents())
-    return size, middle - start, time.perf_counter() - middle
+def blocks(file):
+    with data.OPENERS.get(Path(file).suffix, open)(file, "rb") as handle:
+        while block := handle.read(1 << 20):
+            yield block
 
 
-def bench_data(bench, pattern, tokenizer, variant):
-    """Tokenising beside reading; the loader beside a step."""
+def bench_data(bench, pattern, v):
+    """Tokenising beside reading and decompressing; the loader beside a step."""
     with tempfile.TemporaryDirectory() as cache:
-        whole, whole_peak = fresh(timed_prepare, pattern, tokenizer, cache)
+        fresh(timed_prepare, pattern, cache)
         for meta in Path(cache).glob("*/meta.json"):
-            meta.unlink()               # the tokenizer stays: now the tokens alone
-        tokens, peak = fresh(timed_prepare, pattern, tokenizer, cache)
-        size, unpack, parse = timed_reading(pattern)
-        batches = data.Batches(data.prepare(pattern, tokenizer, cache), variant.L, 0)
+            meta.unlink()               # the tokenizer stays: now its training is not in the time
+        tokenize, peak = fresh(timed_prepare, pattern, cache)
+        start = time.perf_counter()
+        size = sum(len(block) for file in glob.glob(os.path.expanduser(pattern), recursive=True) for block in blocks(file))
+        unpack = time.perf_counter() - start
+        batches = data.Batches(data.prepare(pattern, "bpe", cache), v.L, 0)
         start = time.perf_counter()
         for i in range(100):
-            batches(i, variant.B)
+            batches(i, v.B)
         loader = (time.perf_counter() - start) / 100
-    [seconds] = bench.turns([variant])
-    share = loader / statistics.median(seconds)
-    for what, t in {"decompress": unpack, "decompress and parse": parse, "the same and tokenise": tokens,
-                    "the same and train the BPE": whole}.items():
-        print(f"{what:28}{size / t / 1e6:8.1f} MB/s of text")
-    print(f"peak memory {peak:,.0f} MB, with the BPE's training {whole_peak:,.0f} MB, for {size / 1e6:,.0f} MB of text\n"
-          f"the loader: {1e3 * loader:.2f} ms a batch of {variant.B} x {variant.L}, {share:.2%} of a step")
-    bench.keep({"name": "data", "mb": size / 1e6, "decompress_s": unpack, "parse_s": parse, "tokenize_s": tokens,
-                "prepare_s": whole, "peak_mem_mb": peak, "prepare_peak_mem_mb": whole_peak, "loader_ms": 1e3 * loader,
-                "loader_share": share})
+    share = loader / statistics.median(bench.turns([v])[0])
+    print(f"{bench.machine}\n{size / 1e6:,.0f} MB: decompressed at {size / unpack / 1e6:.1f} MB/s, with parsing and tokenising "
+          f"{size / tokenize / 1e6:.1f} MB/s, peak memory {peak:,.0f} MB\nthe loader: {1e3 * loader:.2f} ms a batch of "
+          f"{v.B} x {v.L}, {share:.2%} of a step")
+    bench.keep({"name": "data", "mb": size / 1e6, "decompress_s": unpack, "tokenize_s": tokenize, "peak_mem_mb": peak,
+                "loader_ms": 1e3 * loader, "loader_share": share})
 
-
-# ---------------------------------------------------------------------------------------------------------
 
 def parse_args(argv):
     parser = data.Parser("bench.py", __doc__)
@@ -358,10 +319,9 @@ def parse_args(argv):
     parser.add_argument("--objective", default="mlm", help="objectives, by commas, or all; mlm_full: a head at every token")
     parser.add_argument("--sweep", action="store_true", help=f"rows of {', '.join(map(str, SWEEP))} tokens")
     parser.add_argument("--data", metavar="GLOB", help="tokenise these files, and time the loader")
-    parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], default="bpe", help="of --data (default: %(default)s)")
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="sizes (default: %(default)s)")
-    for name, what in {"batch_size": "rows", "block_size": "tokens a row"}.items():
-        parser.add_argument(f"--{name}", type=int, help=f"{what} (default: the preset's)")
+    parser.add_argument("--batch_size", type=int, help="rows (default: the preset's)")
+    parser.add_argument("--block_size", type=int, help="tokens a row (default: the preset's)")
     parser.add_argument("--mask_rate", type=float, help="of mlm (default: the preset's)")
     parser.add_argument("--pairs", type=int, default=15, help="steps of each that are timed (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before (default: %(default)s)")
@@ -374,47 +334,41 @@ def parse_args(argv):
 
 def plan(args, bench):
     """Flags -> the function that measures. Raises ValueError before anything is."""
-    p = PRESETS[args.preset]
     for name in ("batch_size", "block_size", "mask_rate"):
         if getattr(args, name) is None:
-            setattr(args, name, p[name])
+            setattr(args, name, PRESETS[args.preset][name])
     for name, low in {"batch_size": 1, "block_size": 4, "pairs": 2, "warmup": 0}.items():
         if getattr(args, name) < low:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least {low}")
-    pes = [pe for pe in PE_NAMES if pe not in model.ALIASES or "untie" in pe] if args.pe == "all" else args.pe.split(",")
+    pes = [pe for pe in PE_NAMES if pe not in ALIASES or "untie" in pe] if args.pe == "all" else args.pe.split(",")
     names = [*OBJECTIVES, "mlm_full"] if args.objective == "all" else args.objective.split(",")
-    if len(pes) > 1 and len(names) > 1 or (len(pes) > 1 or len(names) > 1) and (args.peer or args.sweep or args.data):
-        raise ValueError("several schemes or several objectives, not both, and neither with --peer, --sweep or --data")
-    if sum(map(bool, (args.peer, args.sweep, args.data))) > 1:
-        raise ValueError("--peer, --sweep and --data: one at a time")
+    tables = ["--pe"] * (len(pes) > 1) + ["--objective"] * (len(names) > 1)
+    tables += [f"--{name}" for name in ("peer", "sweep", "data") if getattr(args, name)]
+    if len(tables) > 1:
+        raise ValueError(f"{' and '.join(tables)}: each is a table of its own, give one")
     compiler = train.can_compile(bench.device)
     if args.compile and not compiler:
         raise ValueError("--compile: no compiler here")
-    ours = Variant(args.preset, args.batch_size, args.block_size, args.mask_rate, pes[0], names[0],
-                   bool(args.compile and not args.peer))
+    if args.peer and importlib.util.find_spec("transformers") is None:
+        raise ValueError("--peer hf needs transformers: pip install -r requirements-dev.txt")
+    ours = Variant(args.preset, args.batch_size, args.block_size, args.mask_rate, pes[0], names[0], bool(args.compile))
     variants = [replace(ours, pe=pe, objective=name) for pe in pes for name in names]
     if args.sweep:
-        tokens = max(ours.B * ours.L, SWEEP[-1])
-        variants = [replace(ours, B=tokens // L, L=L) for L in SWEEP]
+        variants = [replace(ours, B=max(ours.B * ours.L, SWEEP[-1]) // L, L=L) for L in SWEEP]
     if args.peer:
-        if importlib.util.find_spec("transformers") is None:
-            raise ValueError("--peer hf needs transformers: pip install -r requirements-dev.txt")
+        kinds = [False, True] if compiler and args.compile is not False else [False]
+        variants = [replace(ours, compiled=kind) for kind in kinds]
+        variants += [replace(v, maker="hf", pe="abs", objective="mlm") for v in variants]
         if not compiler:
             print("compiled: skipped, no compiler here")
-        kinds = [False, True] if compiler and args.compile is not False else [False]
-        variants = [replace(ours, maker=maker, compiled=compiled) for maker in ("ours", "hf") for compiled in kinds]
-        variants = [v if v.maker == "ours" else replace(v, pe="abs", objective="mlm") for v in variants]
     for variant in variants:
         variant.n_parameters()
     if args.data:
-        return lambda: bench_data(bench, args.data, args.tokenizer, ours)
-    if args.peer:
-        return lambda: bench.peer(variants)
-    if args.sweep:
-        return lambda: bench.against(variants[0], variants, f"{SWEEP[0]}")
-    key = "mlm" if len(names) > 1 or ours.objective != "mlm" and ours.pe == "abs" else "abs"
-    reference = replace(ours, objective="mlm") if key == "mlm" else replace(ours, pe="abs")
-    return lambda: bench.against(reference, variants, key)
+        data.find_source(args.data)
+        return lambda: bench_data(bench, args.data, ours)
+    key = "mlm" if args.objective != "mlm" and len(pes) == 1 else "abs"
+    reference, key = (variants[0], SWEEP[0]) if args.sweep else (replace(ours, **{"pe" if key == "abs" else "objective": key}), key)
+    return lambda: bench.compare(variants, *(() if args.peer else (reference, key)))
 
 
 def main(argv=None):
@@ -422,8 +376,8 @@ def main(argv=None):
     with data.one_line_errors():
         bench = Bench(args)
         measure = plan(args, bench)
-    with train.one_line_failures("lower --batch_size, --block_size, or take a smaller --preset"):
-        measure()
+        with train.one_line_failures("lower --batch_size, --block_size, or take a smaller --preset"):
+            measure()
 
 
 if __name__ == "__main__":

@@ -2277,16 +2277,144 @@ def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
 # =========================================================================================================
 # bench.py
 
-def test_bench_writes_its_rows(tmp_path, capsys):
-    bench.main(["--pe", "abs,rel", "--batch_size", "2", "--block_size", "16", "--pairs", "2", "--warmup", "1", "--device", "cpu",
-                "--json", str(tmp_path / "rows.json")])
+TINY_BENCH = ["--batch_size", "2", "--block_size", "16", "--pairs", "2", "--warmup", "1", "--device", "cpu", "--dtype", "float32"]
+
+
+def bench_variant(**change):
+    return bench.Variant("demo", 2, 16, .15, **change)
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    """Peak memory takes a process for each row: measured in one test only."""
+    monkeypatch.setattr(bench, "fresh", lambda function, *args: 1.0)
+
+
+def bench_rows(tmp_path, *flags):
+    bench.main([*TINY_BENCH, *flags, "--json", str(tmp_path / "rows.json")])
     found = json.loads((tmp_path / "rows.json").read_text())
-    assert [row["pe"] for row in found["rows"]] == ["abs", "rel"] and found["machine"]
-    assert {"name", "pe", "objective", "tokens_per_s", "ms_per_step", "peak_mem_mb"} <= found["rows"][0].keys()
-    assert found["rows"][1]["parameters_added"] == 130 * 32
-    with pytest.raises(SystemExit):
-        bench.main(["--pe", "foo"])
-    assert "choose from" in capsys.readouterr().err
+    assert found["machine"]
+    for row in found["rows"]:
+        assert {"name", "pe", "objective", "tokens_per_s", "ms_per_step", "peak_mem_mb", "mfu"} <= row.keys()
+        tokens = row["batch_size"] * row["block_size"]
+        assert row["tokens_per_s"] * row["ms_per_step"] == pytest.approx(1000 * tokens) and row["over_floor"] > 0
+    return found["rows"]
+
+
+def test_bench_holds_schemes_against_abs(tmp_path, no_memory):
+    rows = bench_rows(tmp_path, "--pe", "abs,rel")
+    assert [row["pe"] for row in rows] == ["abs", "rel"] and rows[1]["parameters_added"] == 130 * 32
+    assert all(row["ratio_to_abs_low"] <= row["ratio_to_abs"] <= row["ratio_to_abs_high"] for row in rows)
+
+
+def test_bench_holds_objectives_against_mlm(tmp_path, no_memory):
+    rows = bench_rows(tmp_path, "--objective", "pplm,mlm_full,taco")
+    assert [row["objective"] for row in rows] == ["pplm", "mlm_full", "taco"] and "ratio_to_mlm" in rows[0]
+
+
+def test_bench_sweeps_lengths_at_constant_tokens(tmp_path, no_memory, monkeypatch):
+    monkeypatch.setattr(bench, "SWEEP", (8, 32))
+    rows = bench_rows(tmp_path, "--sweep")
+    assert [(row["batch_size"], row["block_size"]) for row in rows] == [(4, 8), (1, 32)] and "ratio_to_8" in rows[1]
+
+
+def test_bench_beside_the_peer(tmp_path, no_memory):
+    pytest.importorskip("transformers")
+    ours, theirs = bench_rows(tmp_path, "--peer", "hf", "--no-compile")
+    assert (ours["name"], theirs["name"]) == ("ours eager", "hf eager") and ours["speed_to_hf_eager"] > 0
+
+
+def test_bench_measures_memory_in_a_fresh_process(tmp_path):
+    row, = bench_rows(tmp_path, "--pe", "abs")
+    assert 50 < row["peak_mem_mb"] < 5000
+
+
+def test_peer_has_our_parameters_but_for_what_is_documented():
+    pytest.importorskip("transformers")
+    ours, theirs = bench_variant(), bench_variant(maker="hf")
+    # One position more (ours: an unknown one; theirs: two before the first), and one token type.
+    assert theirs.n_parameters() - ours.n_parameters() == 2 * 128
+    names = dict(theirs.build().named_parameters())
+    assert not any("pooler" in name for name in names)
+    assert theirs.build().config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("change", [dict(), dict(objective="mlm_full"), dict(maker="hf")])
+def test_measured_steps_are_updates(change):
+    if change.get("maker") == "hf":
+        pytest.importorskip("transformers")
+    step = bench.Stepper(bench_variant(**change), torch.device("cpu"), torch.float32)
+    before = [p.clone() for p in step.model.parameters()]
+    assert step() > 0 and step.n_steps == 1
+    assert all((p != old).any() for p, old in zip(step.model.parameters(), before) if old.dim() > 1)
+
+
+def test_peers_masking_is_the_collators():
+    cfg = bench_variant().config()
+    tokens = torch.randint(4, cfg.cls_id, (500, 200))
+    tokens[:, 0] = cfg.cls_id
+    ids, labels = bench.collate(tokens, cfg, .15)
+    scored = labels != -100
+    assert not scored[:, 0].any() and torch.equal(labels[scored], tokens[scored]) and torch.equal(ids[~scored], tokens[~scored])
+    assert abs(scored[:, 1:].float().mean() - .15) < .01
+    assert abs((ids[scored] == cfg.mask_id).float().mean() - .8) < .02
+    assert abs((ids[scored] == tokens[scored]).float().mean() - .1) < .02
+
+
+@pytest.mark.parametrize("preset, objective", [("demo", "mlm"), ("demo", "mlm_full"), ("demo", "clm"), ("demo", "pplm"),
+                                               ("demo", "mlm+pplm_binary"), ("paper", "mlm")])
+def test_floor_is_what_pytorch_counts(preset, objective):
+    from torch.utils.flop_counter import FlopCounterMode
+    v = bench.Variant(preset, 2, 64, .15, objective=objective)
+    step = bench.Stepper(v, torch.device("cpu"), torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        step.loss().backward()
+    counted = sum(operations for operations, _ in bench.count(v.config(), v.B, v.L, objective, .15).values())
+    assert counted == pytest.approx(counter.get_total_flops(), rel=.03)
+
+
+def test_floor_in_the_docstring_is_the_one_counted():
+    for preset, B, L, rate, whole, moved in [("paper", 64, 128, .3, "0.691 T", 6.0), ("base", 32, 512, .15, "9.850 T", 29.9)]:
+        v = bench.Variant(preset, B, L, rate)
+        parts = bench.count(v.config(), B, L, "mlm", rate, v.n_parameters())
+        text = [line for line in bench.__doc__.splitlines() if "head  " in line][0]
+        assert f"{parts['head'][0] / 1e12:.3f} T" in text
+        assert sum(size for _, size in parts.values()) / 1e9 == pytest.approx(moved, abs=.15)
+
+
+def test_dropout_on_a_cpu():
+    torch.manual_seed(0)
+    x = torch.full((999, 1001), 2.0, requires_grad=True)
+    y = model_module.drop(x, .1)
+    y.sum().backward()
+    dropped = y == 0
+    assert abs(dropped.float().mean() - .1) < .002 and torch.equal(x.grad, y.detach() / 2)
+    assert y[~dropped].unique().numel() == 1 and abs(y.mean() - 2) < .005
+    assert abs((dropped[:, 1:] & dropped[:, :-1]).float().mean() - .01) < .001          # neighbours share a draw, not their luck
+    torch.manual_seed(0)
+    assert torch.equal(model_module.drop(x, .1), y) and model_module.drop(x, .1, training=False) is x
+    assert model_module.drop(x, .9999999).isfinite().all()
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--pe", "foo"], "choose from"), (["--objective", "foo"], "choose from"), (["--pairs", "1"], "at least 2"),
+    (["--pe", "rope", "--objective", "pmlm"], "unknown"), (["--objective", "tc", "--batch_size", "1"], "at least 2"),
+    (["--peer", "hf", "--sweep"], "a table of its own"), (["--pe", "all", "--objective", "all"], "a table of its own"),
+    (["--data", "no/such*.txt"], "no file"), (["--block_size", "3"], "at least 4"), (["--mask_rate", "2"], "mask_rate"),
+    (["--preset", "foo"], "invalid choice")])
+def test_bench_mistakes_are_one_line(flags, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([*flags, "--device", "cpu"])
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_bench_of_data(tmp_path, corpus_file, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "fresh", lambda function, *args: function(*args))
+    bench.main([*TINY_BENCH, "--data", str(corpus_file), "--json", str(tmp_path / "rows.json")])
+    row, = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert row["mb"] * 1e6 == os.path.getsize(corpus_file) and 0 < row["loader_share"] < 10
+    assert "MB/s" in capsys.readouterr().out
 
 
 # =========================================================================================================
