@@ -33,10 +33,8 @@ count what the task needs: logits at other places, padding, dropout and a scheme
 
 import argparse
 import glob
-import importlib.util
 import json
 import multiprocessing
-import os
 import platform
 import statistics
 import tempfile
@@ -108,7 +106,10 @@ class Variant:
 
 def build_hf(cfg):
     """transformers' RoBERTa of the same sizes. Its positions start at 2, and it has token types: one, here."""
-    from transformers import RobertaConfig, RobertaForMaskedLM
+    try:
+        from transformers import RobertaConfig, RobertaForMaskedLM
+    except ImportError:
+        raise ValueError("--peer hf needs transformers: pip install -r requirements-dev.txt") from None
     return RobertaForMaskedLM(RobertaConfig(
         vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
         intermediate_size=cfg.d_ff, hidden_dropout_prob=cfg.dropout, attention_probs_dropout_prob=cfg.attn_dropout,
@@ -148,18 +149,14 @@ class Stepper:
 
     def __call__(self):
         """One step -> seconds."""
-        synchronize(self.device)
+        wait = torch.accelerator.synchronize if self.device.type != "cpu" else int      # on a CPU there is nothing to wait for
+        wait()
         start = time.perf_counter()
         self.updater.scaler.scale(self.loss()).backward()
         self.updater.step()
-        synchronize(self.device)
+        wait()
         self.n_steps += 1
         return time.perf_counter() - start
-
-
-def synchronize(device):
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def fresh(function, *args):
@@ -175,9 +172,6 @@ def peak_memory(variant, device, dtype):
         step()
     return train.peak_memory_mb(device)
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The floor
 
 def count(cfg, B, L, objective="mlm", mask_rate=0.15, n_parameters=0, width=2):
     """{part: (operations, bytes moved)} of a step, as the docstring counts them; the heads of tc and nsp are left out."""
@@ -207,9 +201,6 @@ def ceilings(device, dtype):
     return 2 * n ** 3 / product, 2 * size / copy
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Tables
-
 class Bench:
     """The machine, its ceilings, and the rows so far."""
 
@@ -238,18 +229,17 @@ class Bench:
         rounds = [[step() for step in steppers] for _ in range(self.args.warmup + self.args.pairs)]
         return list(zip(*rounds[self.args.warmup:]))
 
-    def compare(self, variants, reference=None, key=None):
-        """A row for each variant: its time over that of the reference, in turns with it. Without one (--peer) all take turns,
-        and ours are rows with their tokens/s over the peer's."""
+    def compare(self, variants, reference, key):
+        """A row for each: its time over that of the reference, in turns with it; without one (--peer), tokens/s over hf's."""
         self.start(variants, f"time, over that of {key} (middle half)" if reference else "times the tokens/s of .. (middle half)")
-        for group in [(reference, v) for v in variants] if reference else [variants]:
-            seconds = list(zip(group, self.turns(group)))
-            for v, mine in seconds[1:] if reference else seconds:
-                peers = {p.name.replace(" ", "_"): t for p, t in seconds if p.maker == "hf" and v.maker == "ours"}
-                ratios = {f"speed_to_{name}": [b / a for a, b in zip(mine, t)] for name, t in peers.items()}
-                if reference:
-                    ratios = {f"ratio_to_{key}": [b / a for a, b in zip(seconds[0][1], mine)]}
-                self.add(v, mine, ratios)
+        for v in variants if reference else []:
+            base, mine = self.turns((reference, v))
+            self.add(v, mine, {f"ratio_to_{key}": [b / a for a, b in zip(base, mine)]})
+        if reference is None:
+            seconds = dict(zip(variants, self.turns(variants)))
+            for v, mine in seconds.items():
+                peers = {p.name.replace(" ", "_"): t for p, t in seconds.items() if (p.maker, v.maker) == ("hf", "ours")}
+                self.add(v, mine, {f"speed_to_{name}": [b / a for a, b in zip(mine, t)] for name, t in peers.items()})
 
     def add(self, v, seconds, ratios):
         """Print a row, and keep it."""
@@ -283,12 +273,6 @@ def timed_prepare(pattern, cache):
     return time.perf_counter() - start, train.peak_memory_mb(torch.device("cpu"))
 
 
-def blocks(file):
-    with data.OPENERS.get(Path(file).suffix, open)(file, "rb") as handle:
-        while block := handle.read(1 << 20):
-            yield block
-
-
 def bench_data(bench, pattern, v):
     """Tokenising beside reading and decompressing; the loader beside a step."""
     with tempfile.TemporaryDirectory() as cache:
@@ -296,8 +280,10 @@ def bench_data(bench, pattern, v):
         for meta in Path(cache).glob("*/meta.json"):
             meta.unlink()               # the tokenizer stays: now its training is not in the time
         tokenize, peak = fresh(timed_prepare, pattern, cache)
-        start = time.perf_counter()
-        size = sum(len(block) for file in glob.glob(os.path.expanduser(pattern), recursive=True) for block in blocks(file))
+        start, size = time.perf_counter(), 0
+        for file in glob.glob(pattern, recursive=True):
+            with data.OPENERS.get(Path(file).suffix, open)(file, "rb") as handle:
+                size += len(handle.read())
         unpack = time.perf_counter() - start
         batches = data.Batches(data.prepare(pattern, "bpe", cache), v.L, 0)
         start = time.perf_counter()
@@ -313,6 +299,7 @@ def bench_data(bench, pattern, v):
 
 
 def parse_args(argv):
+    """-> flags, with the preset's sizes, the schemes and the objectives spelled out."""
     parser = data.Parser("bench.py", __doc__)
     parser.add_argument("--peer", choices=["hf"], help="ours beside transformers' RobertaForMaskedLM, eager and compiled")
     parser.add_argument("--pe", default="abs", help="schemes, separated by commas, or all (default: %(default)s)")
@@ -329,55 +316,52 @@ def parse_args(argv):
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="--peer has both unless --no-compile")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    return parser.parse_args(argv)
-
-
-def plan(args, bench):
-    """Flags -> the function that measures. Raises ValueError before anything is."""
+    args = parser.parse_args(argv)
     for name in ("batch_size", "block_size", "mask_rate"):
         if getattr(args, name) is None:
             setattr(args, name, PRESETS[args.preset][name])
+    args.pes = [pe for pe in PE_NAMES if pe not in ALIASES or "untie" in pe] if args.pe == "all" else args.pe.split(",")
+    args.objectives = [*OBJECTIVES, "mlm_full"] if args.objective == "all" else args.objective.split(",")
+    return args
+
+
+def plan(args, bench):
+    """-> the variants to compare, and what they are held against. Raises ValueError before anything is measured."""
     for name, low in {"batch_size": 1, "block_size": 4, "pairs": 2, "warmup": 0}.items():
         if getattr(args, name) < low:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least {low}")
-    pes = [pe for pe in PE_NAMES if pe not in ALIASES or "untie" in pe] if args.pe == "all" else args.pe.split(",")
-    names = [*OBJECTIVES, "mlm_full"] if args.objective == "all" else args.objective.split(",")
-    tables = ["--pe"] * (len(pes) > 1) + ["--objective"] * (len(names) > 1)
+    tables = ["--pe"] * (len(args.pes) > 1) + ["--objective"] * (len(args.objectives) > 1)
     tables += [f"--{name}" for name in ("peer", "sweep", "data") if getattr(args, name)]
     if len(tables) > 1:
         raise ValueError(f"{' and '.join(tables)}: each is a table of its own, give one")
-    compiler = train.can_compile(bench.device)
-    if args.compile and not compiler:
-        raise ValueError("--compile: no compiler here")
-    if args.peer and importlib.util.find_spec("transformers") is None:
-        raise ValueError("--peer hf needs transformers: pip install -r requirements-dev.txt")
-    ours = Variant(args.preset, args.batch_size, args.block_size, args.mask_rate, pes[0], names[0], bool(args.compile))
-    variants = [replace(ours, pe=pe, objective=name) for pe in pes for name in names]
-    if args.sweep:
-        variants = [replace(ours, B=max(ours.B * ours.L, SWEEP[-1]) // L, L=L) for L in SWEEP]
-    if args.peer:
-        kinds = [False, True] if compiler and args.compile is not False else [False]
-        variants = [replace(ours, compiled=kind) for kind in kinds]
-        variants += [replace(v, maker="hf", pe="abs", objective="mlm") for v in variants]
-        if not compiler:
-            print("compiled: skipped, no compiler here")
-    for variant in variants:
-        variant.n_parameters()
+    kinds = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
+    if True in kinds and not train.can_compile(bench.device):
+        print("compiled: skipped, no compiler here")
+        kinds = [False]
+    ours = Variant(args.preset, args.batch_size, args.block_size, args.mask_rate, args.pes[0], args.objectives[0], kinds[0])
     if args.data:
         data.find_source(args.data)
-        return lambda: bench_data(bench, args.data, ours)
-    key = "mlm" if args.objective != "mlm" and len(pes) == 1 else "abs"
-    reference, key = (variants[0], SWEEP[0]) if args.sweep else (replace(ours, **{"pe" if key == "abs" else "objective": key}), key)
-    return lambda: bench.compare(variants, *(() if args.peer else (reference, key)))
+    if args.peer:
+        variants = [replace(ours, compiled=kind) for kind in kinds]
+        return [*variants, *(replace(v, maker="hf", pe="abs", objective="mlm") for v in variants)], None, None
+    if args.sweep:
+        variants = [replace(ours, B=max(ours.B * ours.L, SWEEP[-1]) // L, L=L) for L in SWEEP]
+        return variants, variants[0], SWEEP[0]
+    variants = [replace(ours, pe=pe, objective=name) for pe in args.pes for name in args.objectives]
+    if args.objective != "mlm" and len(args.pes) == 1:
+        return variants, replace(ours, objective="mlm"), "mlm"
+    return variants, replace(ours, pe="abs"), "abs"
 
 
 def main(argv=None):
     args = parse_args(argv)
     with data.one_line_errors():
         bench = Bench(args)
-        measure = plan(args, bench)
+        variants, *held_against = plan(args, bench)
+        for variant in variants:
+            variant.n_parameters()      # what cannot be built shows before anything is measured
         with train.one_line_failures("lower --batch_size, --block_size, or take a smaller --preset"):
-            measure()
+            bench_data(bench, args.data, variants[0]) if args.data else bench.compare(variants, *held_against)
 
 
 if __name__ == "__main__":
