@@ -2258,7 +2258,7 @@ def test_probe_text(corpus_file, cache, tmp_path, capsys):
         assert says in capsys.readouterr().out
     for ckpt, text, says in (
         ("mlm", "no mask here", "write [MASK]"),
-        ("pplm", "a [MASK] b", "[MASK] is for"),
+        ("pplm", "a [MASK] b", "[MASK] for mlm"),
         ("pplm", "fox " * 40, "tokens"),
         ("nowhere", "x y", "no checkpoint"),
     ):
