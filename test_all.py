@@ -2222,6 +2222,309 @@ def test_finetune_mistakes(tmp_path, monkeypatch, capsys, corpus_file, cache):
 # =========================================================================================================
 # probe.py
 
+def appendix_b(A, first=None):
+    """P3's indicators from the text of its appendix B, element by element -> AIV, OPR, ties, SD."""
+    L = len(A)
+    values = [A[i, j] for i in range(L) for j in range(L)]
+    variance = lambda xs: sum((x - sum(xs) / len(xs)) ** 2 for x in xs) / len(xs)       # noqa: E731
+    groups = [[A[i, i + r] for i in range(L) if 0 <= i + r < L] for r in range(-L + 1, L)]
+    within = sum(variance(g) * len(g) for g in groups) / sum(len(g) for g in groups)
+    sequences = [[A[i, j] for j in range(i, L)] for i in range(L)] + [[A[i, j] for j in range(i, -1, -1)] for i in range(L)]
+    wrong, tied, weight = 0, 0, 0
+    for s in sequences:
+        s = s[:first] if first else s
+        pairs = [(s[a], s[b]) for a in range(len(s)) for b in range(a + 1, len(s))]
+        if pairs:
+            wrong += len(s) * sum(far > near for near, far in pairs) / len(pairs)
+            tied += len(s) * sum(far == near for near, far in pairs) / len(pairs)
+            weight += len(s)
+    pairs = [abs(A[i, j] - A[j, i]) for i in range(L) for j in range(i + 1, L)]
+    return within / variance(values), wrong / weight, tied / weight, sum(pairs) / len(pairs)
+
+
+def balance(A, reach):
+    lower = sum(A[i, j] for i in range(len(A)) for j in range(len(A)) if i > j and i - j <= reach)
+    return lower / sum(A[i, j] for i in range(len(A)) for j in range(len(A)) if i < j and j - i <= reach)
+
+
+@pytest.mark.parametrize("L, first", [(2, None), (5, None), (9, 4), (13, None), (26, 20)])
+def test_indicators_equal_loops(L, first):
+    rng = np.random.default_rng(L)
+    for A in (rng.random((L, L)), rng.integers(1, 4, (L, L)).astype(float)):            # the second has many ties
+        expected_aiv, expected_opr, ties, expected_sd = appendix_b(A, first)
+        found = [probe.aiv(A), probe.opr(A, first), probe.tie_rate(A, first), probe.sd(A), probe.db(A), probe.db(A, l=3)]
+        assert all(type(x) is float for x in found)
+        assert found == pytest.approx([expected_aiv, expected_opr, ties, expected_sd, balance(A, 20), balance(A, 3)], abs=1e-12)
+
+
+def test_indicators_of_known_maps():
+    L = 11
+    r = np.arange(L)[None, :] - np.arange(L)[:, None]
+    toeplitz = np.random.default_rng(0).random(2 * L)[r]
+    assert probe.aiv(toeplitz) < 1e-15 < probe.aiv(toeplitz + np.eye(L, k=2) * np.arange(L))
+    near, far = np.exp(-abs(r) / 3), np.exp(abs(r) / 3)
+    assert (probe.opr(near), probe.opr(far), probe.opr(near, 4), probe.tie_rate(near)) == (0, 1, 0, 0)
+    assert probe.sd(near) == 0 and probe.db(near) == pytest.approx(1)
+    assert probe.db(np.tril(near)) == math.inf and probe.db(np.triu(near)) == 0
+    assert probe.db(1.0 + 3 * (r < 0)) == pytest.approx(4)                              # lower over upper
+    for value in (1 / 7, 0.3):                                                          # their variance is rounding, not 0
+        flat = np.full((7, 7), value)
+        assert math.isnan(probe.aiv(flat)) and probe.opr(flat) == 0 and probe.tie_rate(flat) == 1
+    random_map = np.random.default_rng(1).random((60, 60))
+    assert abs(probe.opr(random_map) - 0.5) < 0.02 and abs(probe.aiv(random_map) - 1) < 0.1
+
+
+def untrained(pe):
+    torch.manual_seed(1)
+    return Encoder(EncoderConfig(vocab_size=VOCAB, n_layer=1, pe=pe)).double().eval()
+
+
+def test_untrained_schemes_have_the_properties_they_are_built_with():
+    """All without [CLS] and [SEP]: these are other words, so their rows and columns differ whatever the scheme.
+
+    AIV is 0 on logits. After the softmax rows near the edges have other normalisers: over six seeds .001 to .006 (rel),
+    .022 (alibi), .015 to .085 (t5, whose far buckets are few and random) at this size.
+    """
+    bound = {"rel": 0.02, "alibi": 0.03, "t5": 0.12}
+    for pe in ("none", "rel", "t5", "alibi", "abs"):
+        logits, A = (m.mean(0)[1:-1, 1:-1] for m in probe.identical_word_maps(untrained(pe), torch.arange(20)))
+        if pe == "none":        # a bag of words: uniform among the words
+            assert np.ptp(A) < 1e-15 and math.isnan(probe.aiv(A)) and probe.tie_rate(A) == probe.tie_rate(A, 20) == 1
+        elif pe == "abs":
+            assert probe.aiv(A) > 0.5
+        else:
+            assert probe.aiv(logits) < 1e-12 and probe.aiv(A) < bound[pe]
+        if pe == "alibi":
+            assert probe.opr(A) == probe.tie_rate(A) == 0 and probe.db(A) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("pe", ["tupe_r", "abs+rlsin"])
+def test_the_map_equals_a_loop_over_words(pe):
+    encoder, words = tiny(pe), torch.tensor([3, 60, 7, 11] * 5)         # more than one chunk
+    L = encoder.config.max_len
+    maps = [encoder.attention(torch.tensor([[VOCAB - 8] + [w] * (L - 2) + [VOCAB - 6]]))[0].numpy() for w in words.tolist()]
+    logits, A = probe.identical_word_maps(encoder, words)
+    np.testing.assert_allclose(A, sum(maps) / len(maps), atol=1e-12)
+    one_logits, one = probe.identical_word_maps(encoder, words[:1])
+    np.testing.assert_allclose(torch.from_numpy(one_logits).softmax(-1).numpy(), one, atol=1e-12)
+    assert not np.allclose(logits, one_logits)
+    _, causal = probe.identical_word_maps(encoder, words, causal=True)
+    assert probe.db(causal.mean(0)) == math.inf and causal.sum(-1) == pytest.approx(1)
+
+
+def test_probe_words_are_whole_words(corpus):
+    encoder = Encoder(EncoderConfig(vocab_size=corpus.vocab_size))
+    encoder.tokenizer = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+    chosen = probe.probe_words(encoder, 10).tolist()
+    assert len(set(chosen)) == 10 and chosen == probe.probe_words(encoder, 10).tolist()
+    assert all(encoder.tokenizer.decode([i]).strip() in "".join(WORDS) for i in chosen)
+    assert len(set(probe.probe_words(encoder, 250).tolist())) == 250                    # too few words: any ordinary token
+
+
+@pytest.mark.parametrize("pe", [name for name in PE_NAMES if name not in ("bert_a", "bert_r")])
+def test_every_scheme_has_its_pictures(pe):
+    encoder = tiny(pe)
+    logits, _ = probe.identical_word_maps(encoder, torch.arange(3))
+    found, vectors = probe.pictures_of(encoder, logits, True), probe.position_vectors(encoder)
+    parts = set(parse_pe(pe))
+    there = {file for file, panels in found.items() if not isinstance(panels, str)}
+    absolute = bool(parts & {"abs", "sin", "lsin", "bert_ad"}) or pe.startswith("tupe") and pe != "tupe_a_free"
+    relative = bool(parts & {"rel", "rel_k", "rsin", "rlsin", "tupe_r_factored"})
+    assert ("absolute" in vectors, "relative" in vectors) == (absolute, relative)
+    assert ("vectors.png" in there) == ("proximity.png" in there) == bool(vectors)
+    assert ("frequencies.png" in there) == bool(parts & {"lsin", "rlsin"})
+    assert ("positional.png" in there) == any(word in pe for word in ("t5", "tupe", "bert", "alibi"))
+    assert all(pe in reason for file, reason in found.items() if file not in there)
+    assert len(found["map_per_head.png"]) == 2 and there >= {"map.png", "map_per_head.png"}
+    if "positional.png" in there and pe != "bert_ad":
+        bias = encoder.pe.call("bias", torch.arange(12)[None])[0].detach().numpy()
+        np.testing.assert_allclose([panel["matrix"] for panel in found["positional.png"]], bias)
+
+
+def test_positional_logits_of_bert_ad_and_proximity_of_sinusoids():
+    encoder = tiny("bert_ad")
+    positions = encoder.pe.parts["bert_ad"].positions
+    p = positions.norm(positions.table.weight)[:12]
+    expected = [(positions.u_q(p)[:, h:h + 8] @ positions.u_k(p)[:, h:h + 8].T / math.sqrt(4 * 8)).detach() for h in (0, 8)]
+    found = probe.pictures_of(encoder, np.zeros((2, 12, 12)), False)["positional.png"]
+    np.testing.assert_allclose([panel["matrix"] for panel in found], np.stack(expected), atol=1e-12)
+    for pe in ("sin", "lsin", "rsin"):      # untrained: Vaswani's frequencies
+        pictures = probe.pictures_of(untrained(pe), np.zeros((4, 64, 64)), False)
+        (_, ours), (_, default) = pictures["proximity.png"][0]["curves"].values()
+        np.testing.assert_allclose(ours, default, atol=1e-5)
+        if pe == "lsin":
+            (_, learned), (_, default) = pictures["frequencies.png"][0]["curves"].values()
+            np.testing.assert_allclose(learned, default, rtol=1e-6)
+
+
+def test_proposition_1_of_tupe():
+    """P1: any Toeplitz B (n, n) is G D G*, D diagonal (2n, 2n), G_kj = e^((j-1) i pi k / n) / 2n. Here B is T5's bias."""
+    n = 12
+    B = tiny("t5").pe.call("bias", torch.arange(n)[None])[0, 0].detach().numpy()
+    k, j = np.arange(1, n + 1)[:, None], np.arange(1, 2 * n + 1)
+    G = np.exp((j - 1) * 1j * np.pi * k / n) / (2 * n)
+    # B_km is a function of k - m, of period 2n if one likes: D is its Fourier transform, times 2n.
+    period = np.array([B[r, 0] if r < n else 0 if r == n else B[0, 2 * n - r] for r in range(2 * n)])
+    D = np.diag(2 * n * np.fft.fft(period))
+    np.testing.assert_allclose(G @ D @ G.conj().T, B, atol=1e-12)
+
+
+def test_context_cosines_equal_a_loop():
+    """P2 app. A.3: for every token another one of its row, and one of another row; here the mean over all of them."""
+    torch.manual_seed(0)
+    h, eligible = torch.randn(4, 6, 5), torch.rand(4, 6) < 0.6
+    eligible[0], eligible[1] = True, torch.arange(6) == 2                               # row 1 has no other token
+    cosine = lambda a, b: float(F.cosine_similarity(h[a].double(), h[b].double(), dim=0))       # noqa: E731
+    tokens = [(b, i) for b in range(4) for i in range(6) if eligible[b, i]]
+    intra, inter = [], []
+    for a in tokens:
+        same = [cosine(a, b) for b in tokens if b[0] == a[0] and b != a]
+        if same:
+            intra.append(np.mean(same))
+            inter.append(np.mean([cosine(a, b) for b in tokens if b[0] != a[0]]))
+    assert probe.context_cosines(h, eligible) == pytest.approx((np.mean(intra), np.mean(inter)), abs=1e-12)
+
+
+def strict_json(file):
+    def refuse(literal):
+        raise AssertionError(f"{literal} is not JSON")
+    return json.loads(file.read_text(), parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def probed(corpus_file, cache, tmp_path_factory):
+    """Tiny runs: what --ckpt, --runs, --dynamics and --text work on."""
+    out = tmp_path_factory.mktemp("probed")
+    for name, pe, objective, *more in (
+        ("abs", "abs", "mlm", "--keep_every", "2", "--eval_every", "2"), ("none", "none", "mlm", "--lr", "0.01"),
+        ("lsin", "lsin+rlsin", "mlm", "--eval_every", "2"), ("tupe", "tupe_r", "mlm"), ("clm", "t5", "clm"),
+        ("binary", "abs", "mlm+pplm_binary"), ("nsp", "abs", "mlm+nsp"), ("tc", "abs", "mlm+tc"),
+        ("smooth", "abs", "pplm", "--pair_loss", "smooth_l1"), ("pmlm", "abs", "pmlm"),
+    ):
+        run_train(corpus_file, cache, out / name, "--steps", "4", "--pe", pe, "--objective", objective, *more)
+    return out
+
+
+def test_probe_of_a_run(probed, capsys, monkeypatch):
+    probe.main(["--ckpt", str(probed / "lsin"), "--per_head"])
+    out = capsys.readouterr().out
+    assert "positional.png left out: lsin+rlsin has no" in out and "frequencies.png left out" not in out
+    found = strict_json(probed / "lsin" / "probe" / "probe.json")
+    model = objectives.load_pretraining(probed / "lsin").double()
+    _, A = probe.identical_word_maps(model.encoder, probe.probe_words(model.encoder))
+    A = A.mean(0)
+    assert found["indicators"]["with_specials"]["opr_20"] == probe.opr(A, 20)
+    assert found["indicators"]["without_specials"]["aiv"] == probe.aiv(A[1:-1, 1:-1])
+    assert np.shape(found["map"]) == (16, 16) and len(found["pictures"]["map_per_head.png"]) == 2
+    pictures = {"map.png", "map_per_head.png", "vectors.png", "proximity.png", "frequencies.png"}
+    assert pictures == {file.name for file in (probed / "lsin" / "probe").glob("*.png")}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)                                # as if it were not installed
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for name, says in (("none", "| -"), ("clm", "inf")):
+        probe.main(["--ckpt", str(probed / name / "ckpt.pt"), "--out_dir", str(probed / "numbers" / name)])
+        out = capsys.readouterr().out
+        assert "pip install matplotlib" in out and says in out
+        assert [file.name for file in (probed / "numbers" / name).iterdir()] == ["probe.json"]
+    assert strict_json(probed / "numbers" / "none" / "probe.json")["indicators"]["without_specials"]["aiv"] is None
+    found = strict_json(probed / "numbers" / "clm" / "probe.json")
+    assert found["indicators"]["with_specials"]["db"] == "inf" and found["pictures"]["map.png"][0]["matrix"][0][1] is None
+
+
+def test_probe_of_runs(probed, capsys):
+    for i, name in enumerate(("abs", "none", "lsin", "tupe")):
+        rows = [{"task": "docs", "seed": seed, "lr": lr, "metrics": {"accuracy": i / 10 + lr + seed}}
+                for lr, seed in ((0.1, 0), (0.2, 0), (0.2, 1), (0.2, 7))]
+        (probed / name / "results.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    probe.main(["--runs", str(probed / "*"), "--out_dir", str(probed / "compared")])
+    out = capsys.readouterr().out
+    found = strict_json(probed / "compared" / "probe.json")
+    by_name = {row["run"]: row for row in found["runs"]}
+    assert len(by_name) == 10 and by_name["tupe"]["pe"] == "tupe_r" and by_name["abs"]["steps"] == 4
+    assert by_name["abs"]["val_loss"] == json.loads((probed / "abs" / "log.jsonl").read_text().splitlines()[-1])["val_loss"]
+    assert "--lr differs: " in out and "0.01 (none)" in out and "--pe differs" not in out
+    assert by_name["lsin"]["scores"] == {"docs accuracy": pytest.approx(1.4)}           # median over seeds, best lr
+    (table5,) = found["correlations"]
+    assert table5["runs"] == 3 and table5["objective"] == "mlm"                         # none left out
+    names = ("abs", "lsin", "tupe")
+    assert table5["opr"] == pytest.approx(np.corrcoef([by_name[n]["opr"] for n in names], [0, 2, 3])[0, 1])
+    assert {file.name for file in (probed / "compared").glob("*.png")} == {"maps.png", "losses.png"}
+    assert len(found["pictures"]["losses.png"]) == len({row["objective"] for row in by_name.values()})
+    probe.main(["--runs", str(probed / "abs"), str(probed / "no*"), "--out_dir", str(probed / "two")])
+    assert "no correlations" in capsys.readouterr().out
+    (probed / "none" / "results.jsonl").unlink()
+    assert [math.isnan(probe.pearson(x, [1.0, 2.0, 3.0])) for x in ([1.0, 1, 1], [1.0, math.inf, 2], [3.0, 1, 2])] == [1, 1, 0]
+
+
+def test_dynamics_of_a_run(probed, capsys, tmp_path):
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("quick\tfox\t7.5\nlazy\tzebra\t1\n")
+    probe.main(["--dynamics", str(probed / "abs"), "--pairs", str(pairs)])
+    found = strict_json(probed / "abs" / "dynamics" / "probe.json")
+    assert [row["step"] for row in found["steps"]] == [2, 4]
+    assert {file.name for file in (probed / "abs" / "dynamics").glob("*.png")} == {"contexts.png", "words.png", "vectors.png"}
+    encoder, last = load(probed / "abs" / "ckpt_4.pt"), found["steps"][-1]
+    vector = lambda word: encoder.tok.weight.detach()[encoder.tokenizer.encode_ordinary(" " + word)].mean(0)     # noqa: E731
+    cosines = [float(F.cosine_similarity(vector(a), vector(b), dim=0)) for a, b in (("quick", "fox"), ("lazy", "zebra"))]
+    assert last["word pairs"] == pytest.approx(sum(cosines) / 2, abs=1e-5)
+    args = json.loads((probed / "abs" / "config.json").read_text())["args"]
+    corpus = data.prepare(args["dataset"], "bpe", args["cache"])
+    n = corpus.n_rows("val", 16)
+    tokens = torch.from_numpy(corpus.rows("val", np.linspace(0, n - 1, min(n, 128)).astype(int), 16))
+    with torch.no_grad():
+        intra, inter = probe.context_cosines(encoder(tokens), tokens < encoder.config.cls_id)
+    assert last["contextual score"] == pytest.approx(intra - inter, abs=1e-5) and found["rows"] == len(tokens)
+    table = encoder.pe.parts["abs"].table.weight[:16].detach().double().numpy()
+    np.testing.assert_allclose(found["pictures"]["vectors.png"][-1]["matrix"], table @ table.T, rtol=1e-3)
+    probe.main(["--dynamics", str(probed / "abs"), "--out_dir", str(tmp_path / "d")])
+    assert "words.png left out" in capsys.readouterr().out
+
+
+def test_text_that_clm_goes_on_with(probed):
+    model = objectives.load_pretraining(probed / "clm")
+    ids = model.encoder.tokenizer.encode_ordinary("the quick brown fox")
+    tokens = [model.encoder.config.cls_id, *ids]
+    with torch.no_grad():
+        while len(tokens) < 16:
+            hidden = model.encoder(torch.tensor([tokens]), causal=True)[0, -1]
+            tokens.append(int(model.objectives["clm"].logits(model.encoder, hidden)[:model.encoder.config.cls_id].argmax()))
+        assert probe.go_on(model, "the quick brown fox") == model.encoder.tokenizer.decode(tokens[1 + len(ids):])
+
+
+def test_two_texts(probed):
+    """nsp's probability is that of its loss; tc's cosines are those of the texts read one by one."""
+    model = objectives.load_pretraining(probed / "nsp")
+    encode, (p,) = model.encoder.tokenizer.encode_ordinary, probe.two_texts(model, "the quick fox ||| over a lazy dog")
+    cfg = model.encoder.config
+    tokens = torch.tensor([[cfg.cls_id, *encode("the quick fox"), cfg.sep_id, *encode(" over a lazy dog"), cfg.sep_id]])
+    batch = {"nsp_label": torch.tensor([0]), "nsp_weight": torch.tensor([1.0])}
+    loss, _ = model.objectives["nsp"].loss(model.encoder, model.encoder(tokens), batch)
+    assert p == pytest.approx(math.exp(-float(loss)), abs=1e-6)
+    model = objectives.load_pretraining(probed / "tc")
+    g = []
+    for text in ("the quick fox", " over a lazy dog"):
+        tokens = torch.tensor([[cfg.cls_id, *encode(text), cfg.sep_id]])
+        g.append((model.encoder(tokens) - model.encoder.tok(tokens))[0, 1:-1].detach())
+    cosine = lambda a, b: float(F.cosine_similarity(a, b, dim=0))       # noqa: E731
+    within = [np.mean([cosine(a, b) for b in rows if b is not a]) for rows in map(list, g) for a in rows]
+    across = [np.mean([cosine(a, b) for b in g[1 - i]]) for i in (0, 1) for a in g[i]]
+    found = probe.two_texts(model, "the quick fox ||| over a lazy dog")
+    assert found == pytest.approx((np.mean(within), np.mean(across)), abs=1e-5)
+
+
+def test_who_moved_with_a_perfect_model(probed, monkeypatch):
+    model = objectives.load_pretraining(probed / "binary")
+
+    def knows(encoder, hidden, pos):
+        moved = pos[0, 1:-1] != torch.arange(1, pos.size(1) - 1)
+        false = moved[:, None] | moved
+        return 50.0 * F.one_hot((~false).long(), 2)[None].float()
+    monkeypatch.setattr(model.objectives["pplm_binary"], "pair_logits", knows, raising=False)
+    rows, auc = probe.who_moved(model, "the quick brown fox jumps over a dog")
+    assert auc == 1 and {moved for _, moved, _ in rows} == {True, False}
+    assert "".join(word for word, _, _ in rows) == "the quick brown fox jumps over a dog"
+    assert all(share < 1e-6 for _, moved, share in rows if moved) and all(share > 0 for _, moved, share in rows if not moved)
+
+
 def test_pairs_right():
     assert probe.pairs_right(torch.arange(6)) == 1 and probe.pairs_right(torch.arange(6).flip(0)) == 0
     assert abs(probe.pairs_right(torch.tensor([1, 0, 2])) - 2 / 3) < 1e-6
@@ -2247,24 +2550,41 @@ def test_put_in_order_with_a_perfect_model(corpus_file, cache, tmp_path, monkeyp
         assert found == (original if true else given_words)
 
 
-def test_probe_text(corpus_file, cache, tmp_path, capsys):
-    for objective, text, says in (
-        ("mlm", "the [MASK] fox [MASK]", "[MASK]: "),
-        ("pplm", "the quick brown fox", "pairs in the right order"),
-        ("mlm+pplm", "the quick brown fox", "given:"),
-    ):
-        run_train(corpus_file, cache, tmp_path / objective, "--steps", "3", "--objective", objective)
-        probe.main(["--ckpt", str(tmp_path / objective), "--text", text])
-        assert says in capsys.readouterr().out
+def test_probe_text(probed, capsys):
     for ckpt, text, says in (
-        ("mlm", "no mask here", "write [MASK]"),
-        ("pplm", "a [MASK] b", "[MASK] for mlm"),
-        ("pplm", "fox " * 40, "tokens"),
-        ("nowhere", "x y", "no checkpoint"),
+        ("abs", "the [MASK] fox [MASK]", "[MASK]: "), ("nsp", "the [MASK] fox", "[MASK]: "),
+        ("smooth", "the quick brown fox", "pairs in the right order"), ("pmlm", "the quick brown fox", "given:"),
+        ("binary", "the quick brown fox jumps", "AUC"), ("clm", "the quick", "the quick -> "),
+        ("nsp", "the quick ||| brown fox", "probability 0."), ("tc", "the quick ||| brown fox", "across"),
     ):
-        with pytest.raises(SystemExit) as stopped:
-            probe.main(["--ckpt", str(tmp_path / ckpt), "--text", text])
-        assert stopped.value.code == 2 and says in capsys.readouterr().err
+        probe.main(["--ckpt", str(probed / ckpt), "--text", text])
+        assert says in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--ckpt", "abs", "--text", "no mask here"], "write [MASK] for mlm"),
+    (["--ckpt", "pmlm", "--text", "a [MASK] b"], "objective is pmlm: write [MASK] for mlm"),
+    (["--ckpt", "tc", "--text", "no bars here"], "'one text ||| another' for nsp or tc"),
+    (["--ckpt", "abs", "--text", "one ||| another"], "for nsp or tc"),
+    (["--ckpt", "pmlm", "--text", "fox " * 40], "tokens"),
+    (["--ckpt", "tc", "--text", "the quick |||"], "0 tokens"),
+    (["--ckpt", "nowhere", "--text", "x y"], "no checkpoint"),
+    (["--ckpt", "nowhere"], "no checkpoint"),
+    (["--runs", "nowhere*"], "no folder with a readable ckpt.pt"),
+    (["--dynamics", "lsin"], "--keep_every"),
+    (["--dynamics", "abs", "--cache", "nowhere"], "--cache names another place"),
+    (["--dynamics", "abs", "--pairs", "nowhere"], "No such file"),
+    (["--dynamics", "abs", "--pairs", "abs/config.json"], "line 1 is not word<TAB>word<TAB>score"),
+    (["--runs", "abs", "--text", "x"], "--text is for one run"),
+    (["--runs", "abs", "--ckpt", "abs"], "not allowed with"),
+    (["--pairs", "abs"], "for --dynamics"),
+])
+def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
+    monkeypatch.chdir(probed)
+    with pytest.raises(SystemExit) as stopped:
+        probe.main(flags)
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and says in error and error.count("\n") == 1
 
 
 def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
