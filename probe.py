@@ -21,12 +21,10 @@ import json
 import math
 import os
 import re
-import statistics
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 from data import Parser, one_line_errors, open_corpus, write_json
@@ -38,12 +36,11 @@ TIE = 1e-12             # differences below this share of the largest entry are 
 DYNAMICS_ROWS = 128     # validation rows that --dynamics reads
 NEXT_TOKENS = 20        # with which clm goes on
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]     # Okabe and Ito: colour-blind safe
-# Flags that make no difference between runs, or have a column of their own.
-NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every keep_every resume".split())
+NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every keep_every resume".split())  # flags
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Indicators (P3 app. B) of a float64 map A (L, L), queries in rows. Ideally 0; direction balance 1.
+# Indicators (P3 app. B) of a float64 map A (L, L), queries in rows; ideally 0, direction balance 1. Then where A comes from.
 
 def aiv(A):
     """Translation invariance: variance within groups of one offset, over the variance of all. NaN for a constant map."""
@@ -54,13 +51,12 @@ def aiv(A):
 
 
 def opr(A, first=None):
-    """Monotonicity: share of pairs out of decreasing order, outward from each i (in the `first` elements of each sequence);
-    .5 random, 1 reversed. A tie is in order."""
+    """Monotonicity: share of pairs out of decreasing order, outward from each i, among the `first` elements; .5 random."""
     return pair_share(A, first, lambda rise, tie: rise > tie)
 
 
 def tie_rate(A, first=None):
-    """Share of opr's pairs that are ties: where it is high, a low opr says nothing."""
+    """Share of opr's pairs that are ties. These count as ordered: where many are, a low opr says nothing."""
     return pair_share(A, first, lambda rise, tie: abs(rise) <= tie)
 
 
@@ -94,9 +90,6 @@ def indicators(A):
     return {name: {"opr": opr(B), "ties": tie_rate(B), "opr_20": opr(B, 20), "ties_20": tie_rate(B, 20), "aiv": aiv(B),
                    "sd": sd(B), "db": db(B)} for name, B in (("with_specials", A), ("without_specials", A[1:-1, 1:-1]))}
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Looking into an encoder
 
 def probe_words(encoder, n=300):
     """A fixed choice of n whole words, or of any ordinary tokens where there are too few words -> (n,) ids."""
@@ -137,15 +130,13 @@ def position_vectors(encoder):
     if untied:                                                                      # TUPE, bert_ad: as U_Q and U_K see them
         absolute = untied[0].norm(untied[0].table.weight)[None, :L]
     table = relative[1] if relative else factored[0].table.weight if factored else None
-    found = {} if absolute is None else {"absolute": (0, absolute[0])}
-    if table is not None:
-        found["relative"] = -m, table[MAX_OFFSET - m:MAX_OFFSET + m + 1]
-    return {name: (first, vectors.double().numpy()) for name, (first, vectors) in found.items()}
+    found = {"absolute": (0, absolute if absolute is None else absolute[0]),
+             "relative": (-m, table if table is None else table[MAX_OFFSET - m:MAX_OFFSET + m + 1])}
+    return {name: (first, v.double().numpy()) for name, (first, v) in found.items() if v is not None}
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Pictures: {file: [panel, ..], or the reason why it is left out}. A panel is a dict, a map's or lines' numbers; they go to
-# probe.json, drawn or not.
+# Pictures: {file: [panel, ..], or why it is left out}. A panel is a dict, whose numbers go to probe.json, drawn or not.
 
 def maps(titles, matrices, x="key position", y="query position", first=0):      # first: what row and column 0 stand for
     return [dict(title=title, x=x, y=y, first=first, matrix=matrix) for title, matrix in zip(titles, matrices)]
@@ -169,8 +160,8 @@ def proximity(vectors):
     """Mean dot product of two vectors r places apart (P3 fig 4b); of default sinusoids: mean cos(w_k r) (P3 eq 6)."""
     curves = {}
     for kind, (_, v) in vectors.items():
-        r, w = np.arange(len(v)), frequencies(v.shape[1]).double().numpy()
-        mean = np.array([(v @ v.T).diagonal(i).mean() for i in r])
+        r, w, dots = np.arange(len(v)), frequencies(v.shape[1]).double().numpy(), v @ v.T
+        mean = np.array([dots.diagonal(i).mean() for i in r])
         curves |= {kind: (r, mean / mean[0]), f"default sinusoids, width {len(v[0])}": (r, np.cos(r[:, None] * w).mean(1))}
     return lines("proximity of positions (P3 fig 4b)", "offset between the two", "dot product, as a share of that at 0", curves)
 
@@ -181,11 +172,10 @@ def pictures_of(encoder, logits, per_head):
     pe, heads, L = encoder.config.pe, [f"head {h + 1}" for h in range(encoder.config.n_head)], logits.shape[-1]
     vectors, curves, no_vectors = position_vectors(encoder), {}, f"{pe} has no vectors of positions or offsets"
     for name, part in encoder.pe.parts.items():
-        if isinstance(w := getattr(part, "w", None), nn.Parameter):
+        if isinstance(w := getattr(part, "w", None), torch.nn.Parameter):
             k = np.arange(len(w))
             curves |= {f"{name}: learned": (k, abs(w.numpy())), f"{name}: default": (k, frequencies(2 * len(w)).numpy())}
-    # What is left of the logits without words, q = k = 0 (P1 fig 5).
-    nothing = torch.zeros(1, len(heads), L, encoder.config.d_head, dtype=encoder.tok.weight.dtype)
+    nothing = torch.zeros(1, len(heads), L, encoder.config.d_head, dtype=encoder.tok.weight.dtype)     # q = k = 0 (P1 fig 5)
     positional = encoder.logits(nothing, nothing, torch.arange(L)[None], 0)[0].numpy()      # (H, L, L)
     return {
         "map.png": maps([f"{pe}: mean logits"], [logits.mean(0)]),                  # P3 figs 2, 11
@@ -200,10 +190,10 @@ def pictures_of(encoder, logits, per_head):
 
 def draw(file, panels, figure_class):
     """A grid of panels -> PNG. A map's colours span the middle 98% of its values, so that [CLS] does not hide the rest."""
-    is_map, crowded = "matrix" in panels[0], any(len(panel.get("curves", ())) > 6 for panel in panels)
-    columns = min(len(panels), 4 if is_map else 1 if crowded else 2)
-    rows, width = math.ceil(len(panels) / columns), 8 if crowded else 10 / max(columns, 2)
-    figure = figure_class(figsize=(width * columns, width * (0.85 if is_map else 0.75) * rows), layout="constrained")
+    is_map = "matrix" in panels[0]
+    columns = min(len(panels), 4) if is_map else 1
+    rows, width = math.ceil(len(panels) / columns), 10 / max(columns, 2) if is_map else 8
+    figure = figure_class(figsize=(width * columns, width * (0.85 if is_map else 0.4) * rows), layout="constrained")
     for number, panel in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, number, xlabel=panel["x"], ylabel=panel["y"])
         ax.set_title(panel["title"], fontsize=10)
@@ -219,15 +209,14 @@ def draw(file, panels, figure_class):
                         marker="o" if len(x) == 1 else None)
             ax.set_yscale("log" if panel["log"] else "linear")
             ax.grid(alpha=0.3)
-            ax.legend(**dict(fontsize=7, bbox_to_anchor=(1, 1), loc="upper left") if crowded else dict(fontsize=8))
+            ax.legend(fontsize=8, bbox_to_anchor=(1, 1), loc="upper left")
     figure.savefig(file, dpi=100)
 
 
 def plain(x):
     """What JSON can hold: arrays to four digits, NaN null, infinity "inf" (and -inf, a causal map's, null)."""
-    def rounded(array):
-        return list(array) if array.ndim > 1 else [float(f"{v:.4g}") for v in array]
-    return json.loads(json.dumps(x, default=rounded), parse_constant={"Infinity": "inf"}.get)
+    text = json.dumps(x, default=lambda a: list(a) if a.ndim > 1 else [float(f"{value:.4g}") for value in a])
+    return json.loads(text, parse_constant={"Infinity": "inf"}.get)
 
 
 def write(folder, numbers, pictures):
@@ -271,20 +260,20 @@ def probe_run(path, out_dir, per_head):
           pictures_of(model.encoder, logits, per_head))
 
 
-def read_run(folder):
+def read_run(folder, name):
     """-> dict: row (of the table), args, losses [(step, val_loss)], scores, indicators, logits (L, L)."""
     model, logits, A = probe_map(folder)
     rows = {file: [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
             for file in ("log", "results") if (folder / f"{file}.jsonl").exists()}
     first, *log = rows.get("log") or [{}]
     losses, found, by_lr = [(row["step"], row["val_loss"]) for row in log if "val_loss" in row], indicators(A), {}
-    row = {"run": folder.name, "pe": model.encoder.config.pe, "objective": "+".join(model.names),
+    row = {"run": name, "pe": model.encoder.config.pe, "objective": "+".join(model.names),
            "steps": log[-1]["step"] if log else None, "val_loss": losses[-1][1] if losses else None,
            **found["with_specials"], "aiv w/o": found["without_specials"]["aiv"]}
     for result in rows.get("results", []):
         for metric, value in result["metrics"].items():
             by_lr.setdefault(f"{result['task']} {metric}", {}).setdefault(result["lr"], []).append(value)
-    scores = {name: max(map(statistics.median, values.values())) for name, values in by_lr.items()}     # at the best lr
+    scores = {name: max(float(np.median(v)) for v in values.values()) for name, values in by_lr.items()}     # at the best lr
     return dict(row=row, args=first.get("args", {}), losses=losses, scores=scores, indicators=found, logits=logits.mean(0))
 
 
@@ -308,11 +297,11 @@ def correlations(runs):
 def compare_runs(patterns, out_dir):
     """--runs"""
     folders = sorted({Path(path) for pattern in patterns for path in glob.glob(pattern) if (Path(path) / "ckpt.pt").exists()})
-    runs, losses = [], {}
+    runs, root = [], min((folder.parent for folder in folders), key=lambda parent: len(parent.parts), default=None)
     for folder in folders:
         try:
-            runs.append(read_run(folder))
-        except (ValueError, TypeError) as error:        # of another version of the code, say: the others still count
+            runs.append(read_run(folder, os.path.relpath(folder, root)))
+        except (ValueError, TypeError, KeyError) as error:      # of another version of the code, say: the others still count
             print(f"{folder} left out: {error}")
     if not runs:
         raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
@@ -326,15 +315,16 @@ def compare_runs(patterns, out_dir):
         print_table(table5)
     else:
         print("no correlations with tasks: they take 3 runs of one objective, pe none aside, with results of finetune.py")
-    for run in runs:                                    # a panel an objective: losses of two are not comparable
+    losses = {}                                         # a panel an objective: losses of two are not comparable
+    for run in runs:
         if run["losses"]:
             losses.setdefault(run["row"]["objective"], {})[run["row"]["run"]] = np.array(run["losses"]).T
-    panels = [lines(objective, "step", "validation loss, nats", curves)[0] for objective, curves in losses.items()]
-    titles = [f"{run['row']['pe']}, {run['row']['objective']}" for run in runs]
-    write(out_dir or folders[0].parent / "probe",
+    panels = [lines(objective, "step", "validation loss", curves)[0] for objective, curves in losses.items()]
+    write(out_dir or root / "probe",
           {"runs": [{**run["row"], **{key: run[key] for key in ("indicators", "scores", "args")}} for run in runs],
            "correlations": table5},
-          {"maps.png": maps(titles, [run["logits"] for run in runs]), "losses.png": panels or "no run has a log with val_loss"})
+          {"maps.png": maps([f"{run['row']['pe']}, {run['row']['objective']}" for run in runs], [run["logits"] for run in runs]),
+           "losses.png": panels or "no run has a log with val_loss"})
 
 
 def context_cosines(vectors, eligible):
@@ -348,20 +338,16 @@ def context_cosines(vectors, eligible):
     return float(intra[counted].mean()), float(inter[counted].mean())
 
 
-def read_pairs(file):
-    """-> [(word, word, score)] of a file's lines, `word<TAB>word<TAB>score`. Raises ValueError."""
-    rows = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    if wrong := [number for number, row in enumerate(rows, 1) if len(row) != 3 or not all(row)] + [0] * (not rows):
-        raise ValueError(f"{file}, line {wrong[0]} is not word<TAB>word<TAB>score")
-    return [(one, two, float(score)) for one, two, score in rows]
-
-
 @torch.no_grad()
-def pair_cosines(encoder, pairs):
-    """Cosines of the embeddings of two words; one of several pieces is their mean -> (n,) array."""
-    vectors = [[encoder.tok.weight[encoder.tokenizer.encode_ordinary(" " + word)].mean(0) for word in words]
-               for words in list(zip(*pairs))[:2]]                                  # 2 x n x (C,)
-    return F.cosine_similarity(*map(torch.stack, vectors)).double().numpy()
+def pair_cosines(encoder, file):
+    """Cosines of the embeddings of two words, for the lines `word<TAB>word<TAB>score` of a file; a word of several pieces is
+    their mean -> (n,) array. Raises ValueError with the line's number."""
+    rows = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()] or [[]]
+    if wrong := [number for number, row in enumerate(rows, 1) if len(row) != 3 or not all(row)]:
+        raise ValueError(f"{file}, line {wrong[0]} is not word<TAB>word<TAB>score")
+    one, two = ([encoder.tok.weight[encoder.tokenizer.encode_ordinary(" " + word)].mean(0) for word in words]
+                for words in list(zip(*rows))[:2])                                  # n x (C,) each
+    return F.cosine_similarity(torch.stack(one), torch.stack(two)).double().numpy()
 
 
 def validation_rows(folder, cache):
@@ -371,19 +357,18 @@ def validation_rows(folder, cache):
     for meta in Path(cache).glob("*/meta.json"):
         if json.loads(meta.read_text()) == facts["data"]:
             corpus = open_corpus(meta.parent)
-            if (n := corpus.n_rows("val", L)) < 2:
-                raise ValueError(f"{meta.parent} has {n} row of {L} to validate on; contexts of others take 2")
+            n = corpus.n_rows("val", L)
             return torch.from_numpy(corpus.rows("val", np.linspace(0, n - 1, min(n, DYNAMICS_ROWS)).astype(int), L))
     raise ValueError(f"the text of {folder} ({facts['data']['dataset']}) is not prepared in {cache}; --cache names another place")
 
 
-def dynamics(folder, pairs_file, cache, out_dir):
+def dynamics(folder, pairs, cache, out_dir):
     """--dynamics: how contexts and words come together and apart (P2 figs 3, 6), how positions take shape (P3 fig 8)."""
     folder, rows, shapes = Path(folder), [], []
     kept = {int(step[1]): file for file in folder.glob("ckpt_*.pt") if (step := re.fullmatch(r"ckpt_(\d+)", file.stem))}
     if not kept:
         raise FileNotFoundError(f"{folder} keeps no ckpt_<step>.pt: train with --keep_every N")
-    tokens, pairs, steps = validation_rows(folder, cache), read_pairs(pairs_file) if pairs_file else [], np.array(sorted(kept))
+    tokens, steps = validation_rows(folder, cache), np.array(sorted(kept))
     for number, step in enumerate(steps.tolist()):
         model = load_pretraining(kept[step])
         hidden = torch.cat([model.encoder(chunk, causal=model.causal) for chunk in tokens.split(16)])       # (n, L, C)
@@ -399,7 +384,7 @@ def dynamics(folder, pairs_file, cache, out_dir):
         return lines(title, "step", "mean cosine", {name: (steps, np.array([row[name] for row in rows])) for name in names})
     write(out_dir or folder / "dynamics", {"run": str(folder), "rows": len(tokens), "steps": rows}, {
         "contexts.png": curves("hidden states", "intra-context", "inter-context") + curves("their gap", "contextual score"),
-        "words.png": curves(f"embeddings of {len(pairs)} pairs of words", "word pairs") if pairs else "no --pairs",
+        "words.png": curves(f"embeddings of the word pairs in {Path(pairs).name}", "word pairs") if pairs else "no --pairs",
         "vectors.png": shapes or f"{model.encoder.config.pe} has no vectors of positions or offsets"})
 
 
@@ -450,13 +435,11 @@ def put_in_order(model, text, seed=0):
 
 def pairs_right(order):
     """Share of pairs that a permutation leaves in order: 1 for the identity, .5 by chance, 0 reversed."""
-    later = order[None, :] > order[:, None]                                         # (n, n)
-    return float(later.float().triu(1).sum() / (len(order) * (len(order) - 1) / 2))
+    return float((order[None, :] > order[:, None]).triu(1).sum() / (len(order) * (len(order) - 1) / 2))
 
 
 def who_moved(model, text, seed=0):
-    """pplm_binary -> [(word, did it move, mean P(its given offsets are true))], and how often that is more for a word that
-    stayed than for one that moved (AUC)."""
+    """pplm_binary -> [(word, did it move, mean P(its given offsets are true))], AUC of the latter for words that stayed."""
     objective, words, pos, hidden = shuffled(model, text, seed)
     p = objective.pair_logits(model.encoder, hidden, pos)[0].float().softmax(-1)[..., 1]    # (n, n)
     share = (p + p.T).fill_diagonal_(0).sum(1) / (2 * len(p) - 2)
@@ -481,8 +464,8 @@ def two_texts(model, text):
     first, second = (encoder.tokenizer.encode_ordinary(part.rstrip()) for part in text.split("|||", 1))
     if "nsp" in model.names:
         nsp, hidden = model.objectives["nsp"], encoder(row([*first, cfg.sep_id, *second], cfg))
-        return (float(nsp.out(torch.tanh(nsp.dense(hidden[:, 0]))).softmax(-1)[0, 0]),)
-    tokens = nn.utils.rnn.pad_sequence([row(ids, cfg)[0] for ids in (first, second)], True, cfg.pad_id)    # (2, L)
+        return nsp.out(torch.tanh(nsp.dense(hidden[:, 0]))).softmax(-1)[0, :1].tolist()
+    tokens = torch.nn.utils.rnn.pad_sequence([row(ids, cfg)[0] for ids in (first, second)], True, cfg.pad_id)    # (2, L)
     hidden = encoder(tokens, pad=tokens == cfg.pad_id, causal=model.causal)
     g = hidden - model.objectives["tc"].embedding(encoder, new_batch(tokens, cfg.vocab_size))
     return context_cosines(g, tokens < cfg.cls_id)
@@ -509,8 +492,8 @@ def try_text(model, text):
     elif is_plain and "clm" in names:
         print(f"{text} -> {go_on(model, text)!r}")
     else:
-        raise ValueError(f"this run's objective is {'+'.join(model.names)}: write [MASK] for mlm, 'one text ||| another' for nsp or "
-                         "tc, and neither for the others")
+        raise ValueError(f"this run's objective is {'+'.join(model.names)}: write [MASK] for mlm, 'one text ||| another' for nsp "
+                         "or tc, and neither for the others")
 
 
 def main(argv=None):
@@ -525,19 +508,17 @@ def main(argv=None):
     parser.add_argument("--cache", help="with --dynamics: folder of prepared data (default: the run's)")
     parser.add_argument("--out_dir", help="where to write (default: RUN/probe, RUN/dynamics, or probe beside the runs)")
     args = parser.parse_args(argv)
-    if args.text is not None and (args.runs or args.dynamics):
-        parser.error("--text is for one run: name it with --ckpt")
-    if (args.pairs or args.cache) and not args.dynamics:
-        parser.error("--pairs and --cache are for --dynamics")
+    if args.text is not None and (args.runs or args.dynamics) or (args.pairs or args.cache) and not args.dynamics:
+        parser.error("--text is for --ckpt; --pairs and --cache are for --dynamics")
     with one_line_errors(), torch.no_grad():
         if args.runs:
             return compare_runs(args.runs, args.out_dir)
         if args.dynamics:
             return dynamics(args.dynamics, args.pairs, args.cache, args.out_dir)
-        runs = sorted(glob.glob("out/*/ckpt.pt"), key=os.path.getmtime)
-        if not (args.ckpt or runs):
+        newest = max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default=None)
+        if not (args.ckpt or newest):
             raise FileNotFoundError("no checkpoint under out/: pre-train one first (python train.py)")
-        path = args.ckpt or os.path.dirname(runs[-1])
+        path = args.ckpt or newest.parent
         if args.text is None:
             return probe_run(path, args.out_dir, args.per_head)
         model = load_pretraining(path)

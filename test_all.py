@@ -2575,9 +2575,9 @@ def test_probe_text(probed, capsys):
     (["--dynamics", "abs", "--cache", "nowhere"], "--cache names another place"),
     (["--dynamics", "abs", "--pairs", "nowhere"], "No such file"),
     (["--dynamics", "abs", "--pairs", "abs/config.json"], "line 1 is not word<TAB>word<TAB>score"),
-    (["--runs", "abs", "--text", "x"], "--text is for one run"),
+    (["--runs", "abs", "--text", "x"], "--text is for --ckpt"),
     (["--runs", "abs", "--ckpt", "abs"], "not allowed with"),
-    (["--pairs", "abs"], "for --dynamics"),
+    (["--pairs", "abs"], "are for --dynamics"),
 ])
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
     monkeypatch.chdir(probed)
