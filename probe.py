@@ -36,18 +36,18 @@ TIE = 1e-12             # differences below this share of the largest entry are 
 DYNAMICS_ROWS = 128     # validation rows that --dynamics reads
 NEXT_TOKENS = 20        # with which clm goes on
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]     # Okabe and Ito: colour-blind safe
-NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every keep_every resume".split())  # flags
+NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every keep_every resume".split())
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Indicators (P3 app. B) of a float64 map A (L, L), queries in rows; ideally 0, direction balance 1. Then where A comes from.
+# Indicators (P3 app. B) of a float64 map A (L, L), queries in rows; ideally 0, direction balance 1. Then where A comes
+# from: rows of one word, in which nothing but the position differs.
 
 def aiv(A):
     """Translation invariance: variance within groups of one offset, over the variance of all. NaN for a constant map."""
     if np.ptp(A) <= TIE * abs(A).max():
         return math.nan
-    groups = [A.diagonal(r) for r in range(1 - len(A), len(A))]
-    return float(sum(len(g) * g.var() for g in groups) / A.size / A.var())
+    return float(sum(len(g) * g.var() for g in (A.diagonal(r) for r in range(1 - len(A), len(A)))) / A.size / A.var())
 
 
 def opr(A, first=None):
@@ -78,8 +78,7 @@ def sd(A):
 
 
 def db(A, l=20):    # noqa: E741 (P3's letter)
-    """Direction balance: sum below the diagonal over sum above it, |i - j| <= l; inf where nothing is above it.
-    P3's printed formula is upside down: its text and table 2 have lower over upper."""
+    """Direction balance: sum below the diagonal over sum above it, |i - j| <= l (P3's text; its formula is upside down)."""
     r = np.arange(len(A)) - np.arange(len(A))[:, None]                              # (L, L), key minus query
     lower, upper = A[(r < 0) & (r >= -l)].sum(), A[(r > 0) & (r <= l)].sum()
     return float(lower / upper) if upper else math.inf if lower else math.nan
@@ -100,8 +99,7 @@ def probe_words(encoder, n=300):
 
 @torch.no_grad()
 def identical_word_maps(encoder, words, causal=False):
-    """P3 sec 4.2: in rows [CLS] w w .. w [SEP] only positions differ, so layer 1's attention shows what they do.
-    -> logits and probabilities, means over the words, float64 arrays (H, L, L)."""
+    """P3 sec 4.2: layer 1's logits and probabilities for rows [CLS] w .. w [SEP], means over w -> 2 float64 arrays (H, L, L)."""
     cfg, logits, A = encoder.config, 0, 0
     for chunk in words.split(16):
         tokens = chunk[:, None].repeat(1, min(SHOWN, cfg.max_len))                  # (n, L)
@@ -250,8 +248,7 @@ def print_table(rows):
 # ---------------------------------------------------------------------------------------------------------
 # Runs
 
-def probe_run(path, out_dir, per_head):
-    """--ckpt"""
+def probe_run(path, out_dir, per_head):     # --ckpt
     model, logits, A = probe_map(path)
     found, file = indicators(A), Path(path)
     print_table([{"": name.replace("_", " "), **values} for name, values in found.items()])
@@ -294,10 +291,9 @@ def correlations(runs):
             for (objective, score), group in sorted(groups.items()) if len(group) > 2]
 
 
-def compare_runs(patterns, out_dir):
-    """--runs"""
+def compare_runs(patterns, out_dir):        # --runs
     folders = sorted({Path(path) for pattern in patterns for path in glob.glob(pattern) if (Path(path) / "ckpt.pt").exists()})
-    runs, root = [], min((folder.parent for folder in folders), key=lambda parent: len(parent.parts), default=None)
+    runs, losses, root = [], {}, min((folder.parent for folder in folders), key=lambda parent: len(parent.parts), default=None)
     for folder in folders:
         try:
             runs.append(read_run(folder, os.path.relpath(folder, root)))
@@ -315,10 +311,8 @@ def compare_runs(patterns, out_dir):
         print_table(table5)
     else:
         print("no correlations with tasks: they take 3 runs of one objective, pe none aside, with results of finetune.py")
-    losses = {}                                         # a panel an objective: losses of two are not comparable
-    for run in runs:
-        if run["losses"]:
-            losses.setdefault(run["row"]["objective"], {})[run["row"]["run"]] = np.array(run["losses"]).T
+    for run in [run for run in runs if run["losses"]]:  # a panel an objective: losses of two are not comparable
+        losses.setdefault(run["row"]["objective"], {})[run["row"]["run"]] = np.array(run["losses"]).T
     panels = [lines(objective, "step", "validation loss", curves)[0] for objective, curves in losses.items()]
     write(out_dir or root / "probe",
           {"runs": [{**run["row"], **{key: run[key] for key in ("indicators", "scores", "args")}} for run in runs],
@@ -340,8 +334,7 @@ def context_cosines(vectors, eligible):
 
 @torch.no_grad()
 def pair_cosines(encoder, file):
-    """Cosines of the embeddings of two words, for the lines `word<TAB>word<TAB>score` of a file; a word of several pieces is
-    their mean -> (n,) array. Raises ValueError with the line's number."""
+    """Cosines of two words' embeddings (a word: its pieces' mean) for a file's lines `word<TAB>word<TAB>score` -> (n,) array."""
     rows = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()] or [[]]
     if wrong := [number for number, row in enumerate(rows, 1) if len(row) != 3 or not all(row)]:
         raise ValueError(f"{file}, line {wrong[0]} is not word<TAB>word<TAB>score")
@@ -400,9 +393,8 @@ def row(ids, cfg):
 
 @torch.no_grad()
 def fill_masks(model, text, k=5):
-    """The k likeliest words for each [MASK] of the text -> list of lists of (word, probability)."""
+    """The k likeliest words for each [MASK], which takes its leading space with it as in training -> [[(word, probability)]]."""
     encoder, cfg = model.encoder, model.encoder.config
-    # A masked word takes its leading space with it, as in training.
     tokens = row(encoder.tokenizer.encode(text.replace(" [MASK]", "[MASK]"), allowed_special={"[MASK]"}), cfg)
     logits = model.objectives["mlm"].logits(encoder, encoder(tokens))[0, :, :cfg.cls_id]    # (L, V): no special is an answer
     p, best = logits[tokens[0] == cfg.mask_id].float().softmax(-1).topk(k)
@@ -473,27 +465,25 @@ def two_texts(model, text):
 
 def try_text(model, text):
     """Print what the run's objective has to say about a text. Raises ValueError where it has nothing."""
-    names, is_plain = set(model.names), "[MASK]" not in text and "|||" not in text
+    names, is_plain = model.names, "[MASK]" not in text and "|||" not in text
     if "[MASK]" in text and "mlm" in names:
         for words in fill_masks(model, text):
             print("[MASK]: " + ", ".join(f"{word!r} {p:.2f}" for word, p in words))
-    elif "|||" in text and names & {"nsp", "tc"}:
+    elif "|||" in text and {"nsp", "tc"} & set(names):
         print(("the second part follows the first: probability {:.3f}" if "nsp" in names else "mean cosine of what context gives "
                "to tokens: {:.3f} within the texts, {:.3f} across").format(*two_texts(model, text)))
     elif is_plain and "pplm_binary" in names:
         rows, auc = who_moved(model, text)
-        for word, moved, share in rows:
-            print(f"{share:.2f} {'moved ' if moved else 'stayed'} {word!r}")
+        print("\n".join(f"{share:.2f} {'moved ' if moved else 'stayed'} {word!r}" for word, moved, share in rows))
         print(f"the number: how much of a word's offsets the model believes; AUC {auc:.2f} (1: told apart, .5: chance)")
-    elif is_plain and names & set(KINDS["position"]):
+    elif is_plain and set(KINDS["position"]) & set(names):
         (given, found, true), (before, after) = put_in_order(model, text)
         print(f"given:  {'|'.join(given)}\nmodel:  {'|'.join(found)}\ntrue:   {'|'.join(true)}")
         print(f"pairs in the right order: {before:.0%} as given, {after:.0%} as the model puts them")
     elif is_plain and "clm" in names:
         print(f"{text} -> {go_on(model, text)!r}")
     else:
-        raise ValueError(f"this run's objective is {'+'.join(model.names)}: write [MASK] for mlm, 'one text ||| another' for nsp "
-                         "or tc, and neither for the others")
+        raise ValueError(f"objective {'+'.join(names)}: write [MASK] for mlm, 'one ||| another' for nsp and tc, or neither")
 
 
 def main(argv=None):

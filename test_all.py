@@ -2498,7 +2498,7 @@ def test_two_texts(probed):
     tokens = torch.tensor([[cfg.cls_id, *encode("the quick fox"), cfg.sep_id, *encode(" over a lazy dog"), cfg.sep_id]])
     batch = {"nsp_label": torch.tensor([0]), "nsp_weight": torch.tensor([1.0])}
     loss, _ = model.objectives["nsp"].loss(model.encoder, model.encoder(tokens), batch)
-    assert p == pytest.approx(math.exp(-float(loss)), abs=1e-6)
+    assert p == pytest.approx(math.exp(-loss.item()), abs=1e-6)
     model = objectives.load_pretraining(probed / "tc")
     g = []
     for text in ("the quick fox", " over a lazy dog"):
@@ -2563,9 +2563,9 @@ def test_probe_text(probed, capsys):
 
 @pytest.mark.parametrize("flags, says", [
     (["--ckpt", "abs", "--text", "no mask here"], "write [MASK] for mlm"),
-    (["--ckpt", "pmlm", "--text", "a [MASK] b"], "objective is pmlm: write [MASK] for mlm"),
-    (["--ckpt", "tc", "--text", "no bars here"], "'one text ||| another' for nsp or tc"),
-    (["--ckpt", "abs", "--text", "one ||| another"], "for nsp or tc"),
+    (["--ckpt", "pmlm", "--text", "a [MASK] b"], "objective pmlm: write [MASK] for mlm"),
+    (["--ckpt", "tc", "--text", "no bars here"], "'one ||| another' for nsp and tc"),
+    (["--ckpt", "abs", "--text", "one ||| another"], "for nsp and tc"),
     (["--ckpt", "pmlm", "--text", "fox " * 40], "tokens"),
     (["--ckpt", "tc", "--text", "the quick |||"], "0 tokens"),
     (["--ckpt", "nowhere", "--text", "x y"], "no checkpoint"),
