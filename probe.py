@@ -498,8 +498,9 @@ def main(argv=None):
     parser.add_argument("--cache", help="with --dynamics: folder of prepared data (default: the run's)")
     parser.add_argument("--out_dir", help="where to write (default: RUN/probe, RUN/dynamics, or probe beside the runs)")
     args = parser.parse_args(argv)
-    if args.text is not None and (args.runs or args.dynamics) or (args.pairs or args.cache) and not args.dynamics:
-        parser.error("--text is for --ckpt; --pairs and --cache are for --dynamics")
+    many = args.runs or args.dynamics
+    if many and (args.text is not None or args.per_head) or (args.pairs or args.cache) and not args.dynamics:
+        parser.error("--text and --per_head are for --ckpt; --pairs and --cache are for --dynamics")
     with one_line_errors(), torch.no_grad():
         if args.runs:
             return compare_runs(args.runs, args.out_dir)
