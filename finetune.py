@@ -470,7 +470,8 @@ def home(args):
     """The folder where results and fine-tuned models lie: --out_dir, else the run's."""
     if args.out_dir or args.ckpt in ("scratch", "bow"):
         return args.out_dir or "out"
-    return (args.ckpt if os.path.isdir(args.ckpt) else os.path.dirname(args.ckpt) or ".") if args.ckpt else newest_run()
+    ckpt = args.ckpt or newest_run()
+    return ckpt if os.path.isdir(ckpt) else os.path.dirname(re.split(r"[*?\[]", ckpt)[0]) or "."
 
 
 def find_sources(name, args):
@@ -486,10 +487,12 @@ def find_sources(name, args):
     return sorted(kept or files, key=lambda file: read_checkpoint(file).get("step", 0))
 
 
-def read_start(source, cache):
+def read_start(source, cache, tuned_on=None):
     """A path or 'scratch' -> checkpoint dictionary with `source`, its name in the table. Raises ValueError, OSError."""
     if source != "scratch":
         start = read_checkpoint(source)
+        if tuned_on and start.get("task") != tuned_on:
+            raise ValueError(f"{source} is no model fine-tuned on {tuned_on}; python finetune.py --task {tuned_on} makes one")
         return {**start, "source": source + (f" ({start['task']})" if "task" in start else "")}
     if glob.glob("out/*/ckpt.pt"):
         return {**read_checkpoint(newest_run()), "model": {}, "step": 0, "source": f"scratch, shaped like {newest_run()}"}
@@ -525,14 +528,6 @@ def save_model(file, model, start, row):
     with removed(aside):
         torch.save({**about, "model": {key: value.cpu() for key, value in model.state_dict().items()}}, aside)
         os.replace(aside, file)
-
-
-def read_finetuned(source, name, cache):
-    """The checkpoint of a model fine-tuned on the task. Raises ValueError, OSError."""
-    start = read_start(source, cache)
-    if start.get("task") != name:
-        raise ValueError(f"{source} is not a model fine-tuned on {name}; python finetune.py --task {name} makes one")
-    return start
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -739,7 +734,7 @@ def predict_text(args, machine):
     task = TASKS[name]
     if len(texts) != len(task.texts):
         raise ValueError(f"{name} takes {len(task.texts)} text(s), 'one ||| other'; {len(texts)} given")
-    start = read_finetuned(find_sources(name, args)[0], name, args.cache)
+    start = read_start(find_sources(name, args)[0], args.cache, name)
     model = make_model(start, name, start["length"], 0, start["probe"]).to(machine.device)
     if name == "docs":
         texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]             # as the task's rows are
@@ -806,7 +801,7 @@ def parse_args(argv=None):
 
 def prepare_run(name, source, train, evaluations, args):
     """-> checkpoint dictionary, settings, rows of ids, {name: Encoded}; says what will happen. Raises ValueError, OSError."""
-    start = read_finetuned(source, name, args.cache) if args.eval_only else read_start(source, args.cache)
+    start = read_start(source, args.cache, name if args.eval_only else None)
     chosen, max_len = settings(args, name, start["config"]), start["config"]["max_len"]
     if args.eval_only:
         row = start["row"]                                  # of results.jsonl, when it was trained

@@ -18,12 +18,14 @@ import lzma
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -2100,61 +2102,238 @@ def test_init_from_tells_what_it_did(corpus_file, cache, tmp_path, capsys):
 # =========================================================================================================
 # finetune.py
 
-def test_metrics_equal_scikit_learn():
-    metrics = pytest.importorskip("sklearn.metrics")
+def test_metrics_equal_scikit_learn_and_scipy():
+    """On random and on degenerate input: one class, constant scores, ties."""
+    metrics, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
     rng = np.random.default_rng(0)
-    for _ in range(50):
-        y, p = rng.integers(0, 2, 20), rng.integers(0, 2, 20)
-        found = finetune.METRICS["cola"](y, p)
-        assert abs(found["matthews"] - metrics.matthews_corrcoef(y, p)) < 1e-9
-        assert found["accuracy"] == metrics.accuracy_score(y, p)
-    assert finetune.METRICS["cola"]([0, 1, 1], [1, 1, 1])["matthews"] == 0
-    assert finetune.METRICS["cola"]([1, 1], [1, 1]) == {"matthews": 0.0, "accuracy": 1.0}
+    binary = [rng.integers(0, 2, 20) for _ in range(30)] + [np.zeros(20, int), np.ones(20, int)]
+    for y, p in zip(binary + binary[-2:] * 2, binary[::-1] + binary[:4]):
+        f1 = metrics.f1_score(y, p, zero_division=0)
+        assert finetune.METRICS["cola"](y, p) == pytest.approx(
+            {"matthews": metrics.matthews_corrcoef(y, p), "accuracy": metrics.accuracy_score(y, p)}, abs=1e-12)
+        for task in ("mrpc", "qqp"):
+            assert finetune.METRICS[task](y, p) == pytest.approx({"accuracy": metrics.accuracy_score(y, p), "f1": f1}, abs=1e-12)
+    for task in ("sst2", "mnli", "qnli", "rte", "wnli", "ax", "docs"):
+        assert finetune.METRICS[task](y, p) == {"accuracy": metrics.accuracy_score(y, p)}
+    for spread in (1, 1e-150, 1e6):
+        y, p = rng.integers(0, 6, 40) * spread, rng.normal(size=40).round(1)
+        assert finetune.METRICS["stsb"](y, p) == pytest.approx(
+            {"pearson": stats.pearsonr(y / spread, p)[0], "spearman": stats.spearmanr(y, p)[0]}, abs=1e-9)
+    nothing = {"pearson": 0.0, "spearman": 0.0}
+    assert finetune.METRICS["stsb"](y, [0.1] * 40) == finetune.METRICS["stsb"]([2.5] * 40, p) == nothing
+    assert finetune.METRICS["stsb"](y, [math.nan] * 40) == nothing and set(finetune.METRICS) == set(finetune.TASKS)
+    assert (finetune.ranks([3, 1, 3, 2]) == stats.rankdata([3, 1, 3, 2])).all()
 
 
-LINE = st.text(st.characters(blacklist_characters="\t\r\n", blacklist_categories=("Cs",)), min_size=1, max_size=30)
+def squad_by_hand(golds, text):
+    """The official scoring, written anew: words without punctuation and articles, no answer counts as no words."""
+    def words(s):
+        kept = "".join(c for c in s.lower() if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+        return [w for w in re.split(r"\s+", re.sub(r"(?<!\w)(?:an?|the)(?!\w)", " ", kept)) if w]
+    found = [words(g) for g in golds if words(g)] or [[]]
+    mine, em, f1 = words(text), 0.0, 0.0
+    for gold in found:
+        em = max(em, float(gold == mine))
+        left, same = list(gold), 0
+        for word in mine:
+            if word in left:
+                left.remove(word)
+                same += 1
+        if not gold or not mine:
+            f1 = max(f1, float(gold == mine))
+        elif same:
+            precision, recall = same / len(mine), same / len(gold)
+            f1 = max(f1, 2 * precision * recall / (precision + recall))
+    return em, f1
 
 
-@given(rows=st.lists(st.tuples(st.sampled_from("01"), LINE), min_size=1, max_size=5), bom=st.booleans(), crlf=st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_cola_reader(tmp_path_factory, rows, bom, crlf):
-    folder = tmp_path_factory.mktemp("glue")
-    (folder / "CoLA").mkdir()
-    end = "\r\n" if crlf else "\n"
-    text = "".join(f"gj04\t{label}\t\t{sentence}{end}" for label, sentence in rows)
-    (folder / "CoLA" / "dev.tsv").write_bytes(("\ufeff" * bom + text).encode())
-    assert finetune.official_rows(finetune.TASKS["cola"], folder, "dev.tsv") == [((s,), int(label)) for label, s in rows]
+@pytest.mark.parametrize("golds, text, em, f1", [
+    (["the cat"], "Cat!", 1, 1), (["an owl, a fox"], "owl fox", 1, 1), (["theatre"], "the atre", 0, 0), ([], "", 1, 1),
+    ([], "x", 0, 0), (["a b c", "b"], "b", 1, 1), (["b c d"], "c", 0, 0.5), (["x"], "", 0, 0), (["The"], "", 1, 1),
+    (["c c d"], "c d d", 0, 2 / 3), (["$5.00"], "500", 1, 1), (["Café  au\tlait"], "café au lait", 1, 1)])
+def test_squad_metrics_on_edge_cases(golds, text, em, f1):
+    assert finetune.METRICS["squad"]([golds], [text]) == pytest.approx({"em": em, "f1": f1})
+    assert squad_by_hand(golds, text) == pytest.approx((em, f1))
 
 
-def test_mnli_reader_and_its_errors(tmp_path):
+ANSWER = st.lists(st.sampled_from("the|a|An|cat|Dog's|3.5|é|,|the-end|\u00a0|".split("|")), max_size=5).map(" ".join)
+
+
+@given(pairs=st.lists(st.tuples(st.lists(ANSWER, max_size=3), ANSWER), min_size=1, max_size=5))
+@settings(max_examples=150, deadline=None)
+def test_squad_metrics_equal_an_independent_one(pairs):
+    found = finetune.METRICS["squad_v2"]([golds for golds, _ in pairs], [text for _, text in pairs])
+    em, f1 = np.mean([squad_by_hand(*pair) for pair in pairs], axis=0)
+    assert found == pytest.approx({"em": em, "f1": f1})
+
+
+# The official columns of each task's train.tsv and dev.tsv; MNLI's dev file has more labels.
+OFFICIAL = {
+    "cola": None, "sst2": "sentence label", "mrpc": "Quality|#1 ID|#2 ID|#1 String|#2 String", "stsb":
+    "index genre filename year old_index source1 source2 sentence1 sentence2 score", "qqp":
+    "id qid1 qid2 question1 question2 is_duplicate", "mnli": "index promptID pairID genre sentence1_binary_parse "
+    "sentence2_binary_parse sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label", "qnli":
+    "index question sentence label", "rte": "index sentence1 sentence2 label", "wnli": "index sentence1 sentence2 label",
+}
+# st.text without the characters that end a field or a row; some that str.splitlines would take for an end are made likely.
+LINE = st.text(st.one_of(st.sampled_from('"\u2028\x85\x0b\x0c\x1c \'\\'), st.characters(
+    blacklist_characters="\t\r\n\0", blacklist_categories=("Cs",))), max_size=12)
+
+
+def official_file(name, rows, end="\n", bom=False):
+    """Rows of (texts, label as written) -> the bytes of an official file."""
+    task = finetune.TASKS[name]
+    if name == "cola":
+        lines = [f"gj04\t{label}\t\t{text}" for (text,), label in rows]
+    else:
+        header = OFFICIAL[name].split("|" if "|" in OFFICIAL[name] else None)
+        lines = ["\t".join(header)]
+        for texts, label in rows:
+            cells = {**dict(zip(task.texts, texts)), task.label: label}
+            lines.append("\t".join(cells.get(column, "0") for column in header))
+    return ("\ufeff" * bom + "".join(line + end for line in lines)).encode()
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+@given(draw=st.data(), bom=st.booleans(), end=st.sampled_from(["\n", "\r\n"]))
+@settings(max_examples=25, deadline=None)
+def test_readers_of_official_files(tmp_path_factory, name, draw, bom, end):
+    task = finetune.TASKS[name]
+    label = st.sampled_from(task.classes or ("0", "3.8", "5.000"))
+    rows = draw.draw(st.lists(st.tuples(st.tuples(*[LINE] * len(task.texts)), label), min_size=1, max_size=4))
+    file = tmp_path_factory.mktemp("glue") / "train.tsv"
+    file.write_bytes(official_file(name, rows, end, bom))
+    as_label = float if name == "stsb" else task.classes.index
+    assert finetune.read_file(name, file, "train") == [(texts, as_label(label)) for texts, label in rows]
+    # One tab too many or too few is noticed, with the line, wherever the row stands.
+    wrong = draw.draw(st.integers(0, len(rows) - 1))
+    lines = official_file(name, rows, end, bom).split(end.encode())
+    line = wrong + (name != "cola")
+    lines[line] = draw.draw(st.sampled_from([lines[line].rsplit(b"\t", 1)[0], lines[line] + b"\t"])) or b"\t\t"
+    file.write_bytes(end.encode().join(lines))
+    with pytest.raises(ValueError, match=f"train.tsv, line {line + 1}: .* columns, not"):
+        finetune.read_file(name, file, "train")
+    if len(rows) > 1:
+        assert len(finetune.read_file(name, file, "train", skip_bad=True)) == len(rows) - 1
+
+
+def test_readers_of_malformed_files(tmp_path, capsys):
+    file = tmp_path / "train.tsv"
+    for name, text, says in (
+        ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n", "line 2: label 'maybe' is not one of entailment"),
+        ("rte", "index\tsentence1\tlabel\n0\ta\tentailment\n", "no column sentence2, only index, sentence1, label"),
+        ("rte", "", "has no rows"), ("rte", "index\tsentence1\tsentence2\tlabel\n", "has no rows"),
+        ("rte", "\n", "no column sentence1"),
+        ("sst2", "sentence\tlabel\nfine\t1\nbroken\rrow\t1\n", "line 3: 1 columns, not 2"),
+        ("stsb", official_file("stsb", [(("a", "b"), "5.1")]).decode(), "line 2: score 5.1 is not in 0 .. 5"),
+        ("stsb", official_file("stsb", [(("a", "b"), "nan")]).decode(), "score nan is not in 0 .. 5"),
+        ("stsb", official_file("stsb", [(("a", "b"), "five")]).decode(), "line 2: .*'five'"),
+        ("sst2", b"sentence\tlabel\n\xff\t1\n", "can't decode byte 0xff"),
+    ):
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        with pytest.raises(ValueError, match=says):
+            finetune.read_file(name, file, "train")
+    # QQP's known trouble: a question that goes on in the next line.
+    rows = [((f"q{i}", "x" * 200_000), "1") for i in range(3)]
+    file.write_bytes(official_file("qqp", rows).replace(b"q1\t", b'"q1\nmore"\t'))
+    with pytest.raises(ValueError, match="line 3: 4 columns, not 6; --skip_bad_rows"):
+        finetune.read_file("qqp", file, "train")
+    assert [texts for texts, _ in finetune.read_file("qqp", file, "train", skip_bad=True)] == [rows[0][0], rows[2][0]]
+    assert "2 malformed rows left out, the first: line 3" in capsys.readouterr().out
+
+
+def finetune_args(*flags):
+    return finetune.parse_args(["--task", "cola", *map(str, flags)])
+
+
+def test_test_files_and_optional_ones(tmp_path, capsys):
+    args = finetune_args("--data_dir", tmp_path)
+    for name, header in (("cola", "index\tsentence"), ("mrpc", "index\t#1 ID\t#2 ID\t#1 String\t#2 String"),
+                         ("qqp", "id\tquestion1\tquestion2"), ("ax", "index\tsentence1\tsentence2")):
+        task = finetune.TASKS[name]
+        (tmp_path / task.folder).mkdir()
+        n = header.count("\t")
+        lines = [header, *("\t".join([str(i), *["t"] * n]) for i in (0, 1, 7))]
+        (tmp_path / task.folder / ("AX.tsv" if name == "ax" else "test.tsv")).write_text("\n".join(lines))
+        (key, rows), = finetune.read_split(name, args, "test").items()
+        assert key == task.folder and rows == [(("t",) * len(task.texts), i) for i in (0, 1, 7)]
     (tmp_path / "MNLI").mkdir()
-    file = tmp_path / "MNLI" / "train.tsv"
-    file.write_text('index\tsentence1\tsentence2\tlabel1\tgold_label\n0\tA "b\tC\tneutral\tcontradiction\n')
-    assert finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv") == [(('A "b', "C"), 2)]
-    file.write_text("index\tsentence1\tgold_label\n0\ta\tneutral\n")
-    with pytest.raises(ValueError, match="no column sentence2"):
-        finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
-    file.write_text("sentence1\tsentence2\tgold_label\na\tb\tneutral\na\tb\n")
-    with pytest.raises(ValueError, match="line 3: 2 columns"):
-        finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
-    file.write_text("sentence1\tsentence2\tgold_label\na\tb\t-\n")
-    with pytest.raises(ValueError, match="'-' is not one of entailment"):
-        finetune.official_rows(finetune.TASKS["mnli"], tmp_path, "train.tsv")
+    for file in ("train.tsv", "dev_matched.tsv"):
+        (tmp_path / "MNLI" / file).write_bytes(official_file("mnli", [(('A "b', "C"), "contradiction")]))
+    assert finetune.read_task("mnli", args) == ([(('A "b', "C"), 2)], {"mnli": [(('A "b', "C"), 2)]})
+    assert finetune.read_split("mnli", args, "test") == {}
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == ["mnli-mm", "MNLI-m", "MNLI-mm"] and "not there, left out" in said[0]
+    (tmp_path / "MNLI" / "dev_matched.tsv").unlink()
+    with pytest.raises(FileNotFoundError):
+        finetune.read_task("mnli", args)
 
 
 def test_hub_rows(monkeypatch):
+    """Every task as the hub has it, labels as numbers in the order of `classes`."""
     import datasets
-    rows = datasets.Dataset.from_list([{"premise": "a", "hypothesis": "b", "label": 2, "idx": 0}])
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: rows if (name, config, split) == (
-        "nyu-mll/glue", "mnli", "validation_matched") else None)
-    assert finetune.hub_rows("mnli", finetune.TASKS["mnli"], "validation_matched") == [(("a", "b"), 2)]
+    asked = []
+
+    def load_dataset(repo, config, split):
+        asked.append((repo, config, split))
+        if "squad" in repo:
+            answers = {"text": ["b"], "answer_start": [2]} if split == "train" else {"text": [], "answer_start": []}
+            return [{"id": "7", "title": "", "context": "a b", "question": "q", "answers": answers}]
+        columns = finetune.TASKS[config].hub
+        return datasets.Dataset.from_list([{**{c: c.upper() for c in columns}, "label": 1, "idx": 5}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for name in (*OFFICIAL, "squad", "squad_v2"):
+        task, args = finetune.TASKS[name], finetune_args()
+        train, evaluations = finetune.read_task(name, args)
+        if task.kind == "span":
+            assert train == [("7", "q", "a b", [("b", 2)])] and evaluations == {name: [("7", "q", "a b", [])]}
+        else:
+            assert train == evaluations[name] == [(tuple(c.upper() for c in task.hub), 1)]
+            assert all(rows == [(train[0][0], 5)] for rows in finetune.read_split(name, args, "test").values())
+    assert ("nyu-mll/glue", "mnli", "test_mismatched") in asked and ("nyu-mll/glue", "mnli", "validation_matched") in asked
+    assert ("rajpurkar/squad_v2", None, "validation") in asked and ("nyu-mll/glue", "stsb", "test") in asked
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
     with pytest.raises(ValueError, match="--data_dir"):
-        finetune.hub_rows("mnli", finetune.TASKS["mnli"], "train")
+        finetune.hub_rows("mnli", "train")
 
 
-def test_encode_cuts_the_longest_first(corpus):
-    tokenizer, cfg = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer)), EncoderConfig(vocab_size=8192)
+def squad_json(questions, version="1.1"):
+    """[(id, question, context, answers)] -> SQuAD's JSON; no answers in v2: is_impossible."""
+    return json.dumps({"version": version, "data": [{"title": "t", "paragraphs": [{"context": context, "qas": [
+        {"id": i, "question": q, "answers": [{"text": text, "answer_start": start} for text, start in answers],
+         **({"is_impossible": not answers, "plausible_answers": []} if version == "2.0" else {})}]}
+        for i, q, context, answers in questions]}]})
+
+
+def test_squad_files(tmp_path, capsys):
+    questions = [finetune.Question("1", "who?", "It's Zoë.", [("Zoë", 5), ("Zoë.", 5)]),
+                 finetune.Question("2", "no?", "a\u2028b", [])]
+    (tmp_path / "squad").mkdir()
+    for folder in (tmp_path / "squad", tmp_path):           # in a folder of their own, or directly
+        for split in ("train", "dev"):
+            (folder / f"{split}-v2.0.json").write_text(squad_json(questions, "2.0"), encoding="utf-8")
+    for folder in (tmp_path, tmp_path / "squad"):
+        assert finetune.read_task("squad_v2", finetune_args("--data_dir", folder)) in (
+            (questions, {"squad_v2": questions}), (questions[::-1], {"squad_v2": questions}))
+    file = tmp_path / "train-v1.1.json"
+    for text, says in (("{", "not in SQuAD's format"), ("{}", "KeyError: 'data'"), ('{"data": 3}', "not in SQuAD"),
+                       (squad_json([("1", "q", "a b", [("b", 1)])]), "question 1: its answer is not at its place.*--skip_bad")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            finetune.read_file("squad", file, "train")
+    file.write_text(squad_json([("1", "q", "a b", [("b", 1)]), ("2", "q", "a b", [("b", 2)])]))
+    assert [q.id for q in finetune.read_file("squad", file, "train", skip_bad=True)] == ["2"]
+    assert "1 malformed rows left out" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="session")
+def tokenizer(corpus):
+    return tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+
+
+def test_encode_cuts_the_longest_first(tokenizer):
+    cfg = EncoderConfig(vocab_size=8192)
     ids = finetune.encode(("the fox " * 30, "a dog"), tokenizer, cfg, 20)
     short = tokenizer.encode_ordinary("a dog")
     assert len(ids) == 20 and ids[0] == cfg.cls_id and ids[-1] == cfg.sep_id and ids[-1 - len(short):-1] == short
@@ -2163,6 +2342,82 @@ def test_encode_cuts_the_longest_first(corpus):
     assert len(swapped) == 20 and swapped[1:1 + len(short)] == short, "whichever of the two is longer"
     assert finetune.encode(("the fox",), tokenizer, cfg, 20) == [cfg.cls_id, *tokenizer.encode_ordinary("the fox"), cfg.sep_id]
     assert cfg.mask_id in finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
+
+
+TEXT = st.text(st.one_of(st.sampled_from("the fox é漢😀\n"), st.characters(blacklist_categories=("Cs",))), max_size=60)
+
+
+@given(text=TEXT)
+@settings(max_examples=150, deadline=None)
+def test_token_spans_cover_the_text(tokenizer, text):
+    """Spans go from the first character to the last without a gap, and hold what their tokens decode to."""
+    ids, spans = finetune.token_spans(tokenizer, text)
+    pieces = tokenizer.decode_tokens_bytes(ids)
+    assert len(ids) == len(spans) and b"".join(pieces) == text.encode()
+    assert all(piece in text[a:b].encode() for piece, (a, b) in zip(pieces, spans.tolist()))
+    assert [text[a] for a, _ in spans[:1]] + [text[b - 1] for _, b in spans[-1:]] == ([text[0], text[-1]] if text else [])
+    assert all(b - 1 <= c <= b for (_, b), (c, _) in zip(spans.tolist(), spans.tolist()[1:]))
+
+
+@given(context=TEXT, question=TEXT, length=st.integers(16, 40), cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+@settings(max_examples=150, deadline=None)
+def test_squad_windows(tokenizer, context, question, length, cut):
+    """Windows cover every token in steps of a third; a labelled span holds the answer, and is it where tokens' borders allow."""
+    a, b = sorted(round(x * len(context)) for x in cut)
+    cfg, answers = EncoderConfig(vocab_size=8192), [(context[a:b], a)] if a < b else []
+    q = finetune.Question("1", question, context, answers)
+    ids, spans = finetune.token_spans(tokenizer, context)
+    found = finetune.windows(3, q, tokenizer, cfg, length)
+    room = length - found[0][1].offset - 1
+    starts = [k * min(length // 3, room) for k in range(len(found))]
+    for ((row, (first, last)), window), start in zip(found, starts):
+        part = ids[start:start + room]
+        assert row[window.offset - 1:] == [cfg.sep_id, *part, cfg.sep_id] and row[0] == cfg.cls_id and len(row) <= length
+        assert (window.spans == spans[start:start + room]).all() and len(part) == len(window.spans) and window.question == 3
+        inside = [i for i, (x, y) in enumerate(spans.tolist()) if y > a and x < b] if answers else []
+        whole = bool(inside) and start <= inside[0] and inside[-1] < start + len(part)
+        assert (first, last) == ((inside[0] - start + window.offset, inside[-1] - start + window.offset) if whole else (0, 0))
+        if whole:
+            x, y = window.spans[first - window.offset][0], window.spans[last - window.offset][1]
+            assert x <= a and b <= y
+            if not any(p < edge < q for p, q in spans.tolist() for edge in (a, b)):
+                assert context[x:y] == context[a:b]
+    assert [start + room >= len(ids) for start in starts] == [False] * (len(starts) - 1) + [True], "to the end, and no further"
+
+
+def test_answers_are_cut_from_the_context(tokenizer):
+    """A perfect model's spans give the very answer, spaces aside, although a token brings its space along."""
+    context = "In Zürich the “quick” brown fox — 狐 — jumps, 50% of the time."
+    for text in ("Zürich", "the “quick”", "狐", "50%", "jumps", "brown fox"):
+        q = finetune.Question("1", "who", context, [(text, context.index(text))])
+        ((row, (first, last)), window), *_ = finetune.windows(0, q, tokenizer, EncoderConfig(vocab_size=8192), 200)
+        out = np.full((2, len(row)), -5.0, np.float32)
+        out[0, first] = out[1, last] = 5.0
+        encoded = finetune.Encoded([(row, 0)], [[text]], [window])
+        (best, null), = finetune.candidates([out], encoded)
+        assert (best[0] == (10.0, text) or best[0][1].strip("“”%,") == text.strip("“”%,")) and null == -10.0
+        assert len(best) == finetune.N_BEST and best == sorted(best, key=lambda pair: -pair[0])
+
+
+@given(n=st.integers(0, 12), longest=st.integers(1, 6), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_n_best_equals_a_loop(n, longest, seed):
+    first, last = np.random.default_rng(seed).normal(size=(2, n))
+    every = sorted(((first[i] + last[j], i, j) for i in range(n) for j in range(i, min(n, i + longest))), reverse=True)
+    assert finetune.n_best(first, last, 5, longest) == [pytest.approx(one) for one in every[:5]]
+
+
+def test_no_answer_by_the_lowest_null_score(monkeypatch):
+    """Two windows: the null score is the lower one; v2 gives no text where it is above the best by more than the threshold."""
+    model = finetune.Classifier(tiny(), "squad_v2", 16)
+    spans = np.array([[0, 1], [1, 2]])
+    encoded = finetune.Encoded([], [[]], [finetune.Window(0, "ab", spans, 1), finetune.Window(0, "ab", spans, 1)])
+    outs = [np.array([[4, 1, 0, 0], [4, 1, 0, 0]], np.float32), np.array([[2, 0, 0, 9], [2, 0, 0, 9]], np.float32)]
+    monkeypatch.setattr(finetune, "outputs", lambda *args: outs)
+    assert finetune.predict(model, encoded, None, 0.0) == [""] and finetune.predict(model, encoded, None, 1.9) == [""]
+    assert finetune.predict(model, encoded, None, 2.0) == ["a"]
+    model.name = "squad"
+    assert finetune.predict(model, encoded, None, 0.0) == ["a"], "v1 always answers, and never with what is not context"
 
 
 def test_batches_take_every_row_once_and_near_lengths():
@@ -2174,49 +2429,294 @@ def test_batches_take_every_row_once_and_near_lengths():
         assert padding < 0.15 * sum(len(ids) for ids, _ in rows)
 
 
-def test_layer_wise_decay():
-    groups = finetune.layer_groups(finetune.Classifier(tiny("tupe_r"), 2), 1.0)
-    assert [round(g["peak"], 3) for g in groups] == [1.0, 0.64, 0.8, 0.512]
-    lowest = {id(p) for p in groups[-1]["params"]}
-    model = finetune.Classifier(tiny("tupe_r"), 2)
-    assert len(lowest) == sum(1 for name, _ in model.encoder.named_parameters() if not name.startswith("blocks."))
-    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+@pytest.mark.parametrize("name", ["mnli", "stsb", "squad"])
+def test_padding_changes_no_output_and_no_loss(name):
+    model = finetune.Classifier(tiny("tupe_r"), name, 12).eval().double()
+    rows = [([64, 1, 2, 3, 66], 1.5), ([64, 5, 66], 2.5)]
+    if name != "stsb":
+        rows = [(ids, (1, 2) if name == "squad" else int(y)) for ids, y in rows]
+    tokens, pad, labels = finetune.collate(rows, 65, torch.device("cpu"))
+    assert tokens.tolist() == [[64, 1, 2, 3, 66], [64, 5, 66, 65, 65]] and pad.tolist() == [[False] * 5, [False] * 3 + [True] * 2]
+    together, alone = model(tokens, pad), [finetune.collate([row], 65, torch.device("cpu")) for row in rows]
+    for row, (ids, none, _) in zip(together, alone):
+        assert none is None
+        torch.testing.assert_close(row[..., :ids.size(1)] if name == "squad" else row, model(ids, None)[0])
+    losses = [model.loss(*one) for one in alone]
+    torch.testing.assert_close(model.loss(tokens, pad, labels), sum(losses) / 2)
+    out = model(tokens, pad)
+    by_hand = {"stsb": lambda: ((out - labels) ** 2).mean(), "mnli": lambda: -out.log_softmax(-1)[[0, 1], labels].mean(),
+               "squad": lambda: -out.log_softmax(-1)[[[0, 0], [1, 1]], [[0, 1]] * 2, labels].mean()}[name]()
+    torch.testing.assert_close(model.loss(tokens, pad, labels), by_hand.to(torch.float32))
 
 
-def test_finetune_end_to_end(corpus_file, cache, tmp_path, monkeypatch, capsys):
-    """A task that a word decides: learned from the newest run, worse than chance is impossible to miss."""
-    monkeypatch.chdir(tmp_path)
-    run_train(corpus_file, cache, tmp_path / "out" / "run", "--steps", "3")
-    (tmp_path / "glue" / "CoLA").mkdir(parents=True)
+def test_recipes_are_the_papers_tables():
+    wide, narrow = {"d_model": 512, "max_len": 512}, {"d_model": 256, "max_len": 128}
+
+    def row(recipe, name, cfg=wide, *flags):
+        s = finetune.settings(finetune_args("--recipe", recipe, *flags), name, cfg)
+        return s.epochs, s.lr, s.batch_size, s.warmup, s.weight_decay, s.eps, s.length, s.layer_decay
+
+    assert row("electra", "mnli") == (3, [1e-4], 32, .1, 0, 1e-6, 128, .8) and row("electra", "rte")[0] == 10
+    assert row("electra", "stsb", narrow)[:2] == (10, [3e-4]) and row("electra", "squad")[0::6] == (2, 512)
+    assert row("tupe", "qnli") == (5, [2e-5, 3e-5, 4e-5, 5e-5], 32, .06, .01, 1e-6, 512, 1) and row("tupe", "sst2")[0] == 10
+    assert row("taco", "mnli") == (6, [5e-5], 64, 2000, 0, 1e-8, 128, 1) and row("taco", "qqp")[:4] == (6, [5e-5], 64, 2000)
+    assert all(row("taco", name)[0:4] == (4, [5e-5], 64, 200) for name in ("qnli", "sst2"))
+    assert all(row("taco", name)[0:4] == (4, [5e-5], 32, 100) for name in ("cola", "stsb", "mrpc", "rte"))
+    assert row("bert", "qqp") == (3, [2e-5], 32, 0, 0, 1e-8, 128, 1) and row("bert", "squad_v2")[1::5] == ([3e-5], 384)
+    assert row("tupe", "cola", narrow)[6] == 128, "no longer than max_len"
+    assert row("tupe", "cola", narrow, "--length", 300, "--lr", 1, 2, "--epochs", 7)[::6] == (7, 300)
+    assert all(row(recipe, "docs")[0] == 10 for recipe in finetune.RECIPES)
+    assert [(r["aggregate"], r["seeds"]) for r in finetune.RECIPES.values()] == [
+        ("median", 10), ("median", 5), ("mean", 4), ("mean", 5)]
+
+
+def test_finetuning_schedule():
+    of = lambda *args: [round(finetune.schedule(step, 10, *args), 4) for step in range(10)]         # noqa: E731
+    assert of(4) == of(0.4) == [0.25, 0.5, 0.75, 1.0, 1.0, 0.8333, 0.6667, 0.5, 0.3333, 0.1667]
+    assert of(0) == [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert of(20) == [round((step + 1) / 20, 4) for step in range(10)], "a warm-up that the run does not reach the end of"
+
+
+def test_layer_wise_decay_and_weight_decay():
+    for pe in ("tupe_r", "rel_k", "abs"):
+        model = finetune.Classifier(tiny(pe), "mnli", 12)
+        groups = finetune.param_groups(model, 1.0, 0.5, 0.01)
+        found = {id(p): (g["peak"], g["weight_decay"]) for g in groups for p in g["params"]}
+        assert sum(len(g["params"]) for g in groups) == len(found) == len(list(model.parameters()))
+        for name, p in model.named_parameters():
+            peak = 1.0 if name.startswith("head") else 0.25 if ".0." in name else 0.5 if ".1." in name else 0.125
+            assert found[id(p)] == (peak, 0.01 if p.dim() >= 2 else 0.0), name
+    assert {g["peak"] for g in finetune.param_groups(model, 2.0, 1.0, 0)} == {2.0}
+    probe = finetune.Classifier(tiny(), "mnli", 12, probe=True)
+    learned = {id(p) for g in finetune.param_groups(probe, 1, .8, 0) for p in g["params"]}
+    assert learned == {id(probe.head[-1].weight), id(probe.head[-1].bias)}
+
+
+def test_averages_of_the_papers():
+    """The papers' own rows give the papers' own averages."""
+    order = ["mnli", "mnli-mm", "qnli", "qqp", "sst2", "cola", "mrpc", "rte", "stsb"]
+    rows = {"P1": ((84.77, 84.95, 91.78, 90.99, 92.75, 56.77, 87.90, 71.70, 89.60), 83.47),        # table 2, BERT-A
+            "P2": ((77.9, 78.4, 86.5, 86.1, 88.9, 34.2, 88.1, 59.5, 86.1), 76.2),                  # table 1, TACO-250k
+            "P3": ((None, 84.8, 88.7, 87.8, 93.0, 60.2, 89.4, 65.1, 88.6), 82.2)}                  # table 3, learned APE
+    for paper, (values, mean) in rows.items():
+        measures = finetune.AVERAGES[paper]
+        scores = {(name, measures[name]): value for name, value in zip(order, values) if name in measures}
+        assert len(scores) == (8 if paper == "P3" else 9) and abs(finetune.paper_averages(scores)[paper] - mean) < 0.051
+        del scores["rte", "accuracy"]
+        assert finetune.paper_averages(scores)[paper] == ["rte"]
+    assert finetune.AVERAGES["P1"]["stsb"] == "pearson" and finetune.AVERAGES["P2"]["mrpc"] == "f1"
+
+
+def test_the_best_learning_rate_counts():
+    runs = [dict(ckpt="a", task="cola", lr=lr, seed=seed, metrics={"matthews": m, "accuracy": -m})
+            for lr, values in ((1, (.1, .2, .9)), (2, (.3, .3, .4))) for seed, m in enumerate(values)]
+    assert finetune.aggregate(runs, "tupe") == {("a", "cola", "matthews"): (.3, [.3, .3, .4], runs[3:]),
+                                                ("a", "cola", "accuracy"): (-.3, [-.3, -.3, -.4], runs[3:])}
+    assert finetune.aggregate(runs, "taco")["a", "cola", "matthews"][0] == pytest.approx(0.4), "by their means the first is best"
+
+
+@pytest.fixture(scope="session")
+def small_run(corpus_file, cache, tmp_path_factory):
+    """A run of 32 tokens a row with kept checkpoints, and official files of tasks that one word decides."""
+    home = tmp_path_factory.mktemp("finetune")
+    run_train(corpus_file, cache, home / "out" / "run", "--steps", "6", "--keep_every", "2", "--block_size", "32")
     rng = random.Random(0)
-    for split, n in (("train", 200), ("dev", 60)):
-        rows = [
-            (label, " ".join(rng.choices(WORDS, k=5) + [("owls", "fox")[label]])) for label in rng.choices((0, 1), (1, 2), k=n)
-        ]
-        (tmp_path / "glue" / "CoLA" / f"{split}.tsv").write_text("".join(f"x\t{label}\t\t{text}\n" for label, text in rows))
-    finetune.main(["--task", "cola", "--data_dir", "glue", "--seeds", "2", "--lr", "0.01", "--epochs", "8"])
-    results = [json.loads(line) for line in open("out/run/results.jsonl")]
-    assert {"task", "seed", "lr", "metrics", "majority", "ckpt", "seconds"} <= results[0].keys() and len(results) == 2
-    assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] for r in results)
-    assert "median" in capsys.readouterr().out
+    for name in ("cola", "mnli", "stsb"):
+        task = finetune.TASKS[name]
+        (home / "glue" / task.folder).mkdir(parents=True)
+        classes = task.classes[:2] or ("0.5", "4.5")
+        for file, n in {"train.tsv": 320, "dev.tsv": 60, "dev_matched.tsv": 60, "dev_mismatched.tsv": 30}.items():
+            rows = []
+            for c in rng.choices((0, 1), (1, 2), k=n):
+                texts = [" ".join(rng.choices(WORDS[:8], k=4) + [("owls", "seven")[c]]) for _ in task.texts]
+                rows.append((texts, classes[c]))
+            (home / "glue" / task.folder / file).write_bytes(official_file(name, rows))
+    tests = ("CoLA", "test.tsv", 1), ("MNLI", "test_matched.tsv", 2), ("AX", "AX.tsv", 2), ("STS-B", "test.tsv", 2)
+    for folder, file, n in tests:
+        (home / "glue" / folder).mkdir(exist_ok=True)
+        lines = ["index\t" + "\t".join(("sentence",) if n == 1 else ("sentence1", "sentence2"))]
+        lines += ["\t".join([str(i), *["the quick owls"] * n]) for i in range(5)]
+        (home / "glue" / folder / file).write_text("\n".join(lines) + "\n")
+    for version in ("1.1", "2.0"):
+        questions = []
+        for i in range(24):
+            words = rng.choices(WORDS[:8], k=40)
+            words[rng.randrange(40)] = "owls"
+            context = " ".join(words)
+            questions.append((str(i), "who", context, [("owls", context.index("owls"))] if i % 3 or version == "1.1" else []))
+        for split in ("train", "dev"):
+            (home / "glue" / f"{split}-v{version}.json").write_text(squad_json(questions, version))
+    return home
 
 
-def test_finetune_mistakes(tmp_path, monkeypatch, capsys, corpus_file, cache):
-    monkeypatch.chdir(tmp_path)
-    run_train(corpus_file, cache, tmp_path / "out" / "run", "--steps", "3")
-    (tmp_path / "empty" / "CoLA").mkdir(parents=True)
-    (tmp_path / "empty" / "CoLA" / "train.tsv").write_text("")
+@pytest.fixture
+def at_run(small_run, monkeypatch):
+    monkeypatch.chdir(small_run)
+    return small_run
+
+
+def run_finetune(out, *flags):
+    """-> the rows that this call has written."""
+    finetune.main(["--out_dir", str(out), "--device", "cpu", "--dtype", "float32", *map(str, flags)])
+    file = Path(out) / "results.jsonl"
+    rows = [json.loads(line) for line in open(file)] if file.exists() else []
+    file.unlink(missing_ok=True)
+    return rows
+
+
+LEARN = ["--data_dir", "glue", "--lr", "0.01", "--epochs", "8"]
+
+
+def test_finetune_learns_saves_and_repeats(at_run, tmp_path, capsys):
+    """A task that a word decides: learned; the best of the runs is saved; it scores the same again, exactly."""
+    rows = run_finetune(tmp_path, "--task", "cola", *LEARN, "--lr", 0.01, 1e-7, "--seeds", 2, "--predict")
+    assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
+    assert {"task", "seed", "lr", "metrics", "majority", "ckpt", "seconds", "recipe", "epochs", "n_train"} <= rows[0].keys()
+    assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2]) and rows[2]["one_class"]
+    assert rows[0]["constant"] == {"matthews": 0.0, "accuracy": rows[0]["majority"]} and rows[0]["ckpt"] == "out/run"
+    out = capsys.readouterr().out
+    assert "median" in out and "collapsed: 2 of 4" in out and "the best of 2" in out and " 1e-02      2" in out
+    lines = (tmp_path / "CoLA.tsv").read_bytes().decode().split("\n")
+    assert lines[0] == "index\tprediction" and [line.split("\t")[0] for line in lines[1:-1]] == list("01234") and len(lines) == 7
+    assert {line.split("\t")[1] for line in lines[1:-1]} == {"0"}, "owls are class 0"
+    again, = run_finetune(tmp_path, "--task", "cola", "--data_dir", "glue", "--eval_only")
+    assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"]) and again["eval_only"]
+    finetune.main(["--task", "cola", "--ckpt", str(tmp_path / "finetuned-cola.pt"), "--predict_text", "the owls"])
+    shown = [line.split("  ") for line in capsys.readouterr().out.splitlines()[-2:]]
+    assert [name for _, name in shown] == ["0", "1"] and abs(sum(float(p) for p, _ in shown) - 1) < 1e-3
+    assert load(tmp_path / "finetuned-cola.pt").config.max_len == 32, "its encoder is a checkpoint like any other"
+
+
+def test_finetune_all_of_glue(at_run, tmp_path, capsys):
+    """--task all takes what is there, MNLI's model predicts AX, files are as GLUE wants them."""
+    rows = run_finetune(tmp_path, "--task", "all", *LEARN, "--predict", "--recipe", "bert", "--ckpt", "scratch", "--lr", 0.003)
+    assert [r["task"] for r in rows] == ["cola", "stsb", "mnli", "mnli-mm"]
+    assert rows[1]["metrics"]["pearson"] > 0.5 and rows[1]["majority"] == 0
+    assert rows[0]["ckpt"] == f"scratch, shaped like {Path('out/run')}"
+    out = capsys.readouterr().out
+    assert "P3's average: not without sst2, qnli, rte, qqp, mrpc" in out and "MNLI-mm: " in out
+    for name, classes in (("CoLA", {"0", "1"}), ("MNLI-m", set(finetune.NLI)), ("AX", set(finetune.NLI)), ("STS-B", None)):
+        header, *lines = (tmp_path / f"{name}.tsv").read_text().splitlines()
+        assert header == "index\tprediction" and [line.split("\t")[0] for line in lines] == list("01234")
+        values = {line.split("\t")[1] for line in lines}
+        assert values <= classes if classes else all(0 <= float(v) <= 5 for v in values)
+    assert not (tmp_path / "MNLI-mm.tsv").exists() and not (tmp_path / "SST-2.tsv").exists()
+    (tmp_path / "AX.tsv").unlink()
+    assert run_finetune(tmp_path, "--task", "ax", "--data_dir", "glue", "--ckpt", tmp_path) == []
+    assert len((tmp_path / "AX.tsv").read_text().splitlines()) == 6
+    # The MNLI model's encoder under a fresh head of another task, and its own head on its own task.
+    start = finetune.read_start(str(tmp_path / "finetuned-mnli.pt"), "")
+    assert start["source"].endswith("(mnli)")
+    other, same = (finetune.make_model(start, name, 32, 0).state_dict() for name in ("rte", "mnli"))
+    for key, value in start["model"].items():
+        assert torch.equal(same[key], value) and (torch.equal(other[key], value) or key.startswith("head."))
+    assert not torch.equal(other["head.1.weight"], same["head.1.weight"])
+
+
+def test_scores_are_clipped_in_the_submission_file(at_run, tmp_path, monkeypatch):
+    model = finetune.Classifier(tiny(), "stsb", 16)
+    monkeypatch.setattr(finetune, "encode_rows", lambda *args: None)
+    monkeypatch.setattr(finetune, "predict", lambda *args: [-0.2, 5.1, 2.34567, 0.0, 5.0])
+    finetune.write_predictions("stsb", model, finetune_args("--data_dir", "glue"), None, tmp_path)
+    assert [line.split("\t")[1] for line in (tmp_path / "STS-B.tsv").read_text().splitlines()[1:]] == [
+        "0.000", "5.000", "2.346", "0.000", "5.000"]
+
+
+def test_finetune_squad(at_run, tmp_path, capsys):
+    """v1.1 in rows too short for the context, so in windows; v2.0 with a length beyond max_len."""
+    first, = run_finetune(tmp_path, "--task", "squad", *LEARN, "--predict")
+    assert first["metrics"]["f1"] >= first["metrics"]["em"] and first["metrics"]["f1"] > 0.3 and first["majority"] == 0
+    answers = json.loads((tmp_path / "squad.json").read_text())
+    assert list(answers) == [str(i) for i in range(24)] and all(answers.values())
+    golds = [[text for text, _ in q.answers] for q in finetune.read_squad("glue/dev-v1.1.json")[0]]
+    assert finetune.METRICS["squad"](golds, list(answers.values())) == first["metrics"]
+    second, = run_finetune(tmp_path, "--task", "squad_v2", *LEARN, "--epochs", 1, "--length", 60, "--null_threshold", -1e9)
+    assert second["metrics"] == second["constant"] and second["majority"] == pytest.approx(8 / 24) and second["one_class"]
+    assert "length 60 (position tables extended from 32)" in capsys.readouterr().out
+    assert load(tmp_path / "finetuned-squad_v2.pt").config.max_len == 60
+    run_finetune(tmp_path, "--task", "squad", "--predict_text", "who ||| the quick brown owls jump over")
+    assert "owls" in capsys.readouterr().out.splitlines()[1]
+    again, = run_finetune(tmp_path, "--task", "squad_v2", "--data_dir", "glue", "--eval_only", "--null_threshold", -1e9)
+    assert again["metrics"] == second["metrics"]
+
+
+def test_freeze_encoder_and_length(at_run, tmp_path):
+    """A probe leaves every weight of the encoder as it is; --length beyond max_len keeps the trained rows of the table."""
+    before = finetune.read_checkpoint("out/run")["model"]
+    run_finetune(tmp_path, "--task", "mnli", *LEARN, "--epochs", 1, "--freeze_encoder")
+    saved = finetune.read_checkpoint(tmp_path / "finetuned-mnli.pt")
+    encoder = {key: value for key, value in saved["model"].items() if key.startswith("encoder.")}
+    assert encoder and all(torch.equal(value, before[key]) for key, value in encoder.items())
+    assert sorted(set(saved["model"]) - set(encoder)) == ["head.1.bias", "head.1.weight"] and saved["probe"]
+    assert len(run_finetune(tmp_path, "--task", "mnli", "--data_dir", "glue", "--eval_only")) == 2
+    model = finetune.make_model(finetune.read_start("out/run", ""), "mnli", 50, 0)
+    table, old = model.encoder.pe.parts["abs"].table.weight, before["encoder.pe.parts.abs.table.weight"]
+    assert len(table) == 51 and len(old) == 33 and torch.equal(table[:32], old[:32]) and torch.equal(table[50], old[32])
+
+
+def test_every_kept_checkpoint_is_scored_in_order(at_run, tmp_path, capsys):
+    rows = run_finetune(tmp_path, "--task", "cola", *LEARN, "--epochs", 1, "--limit_train", 20, "--ckpt", "out/run/ckpt_*.pt")
+    assert [(r["step"], r["ckpt"], r["n_train"]) for r in rows] == [
+        (s, os.path.join("out/run", f"ckpt_{s}.pt"), 20) for s in (2, 4, 6)]
+    args = finetune_args("--ckpt", "out/*/ckpt_*.pt")
+    assert finetune.home(args) == "out" and len(finetune.find_sources("cola", args)) == 3
+    assert finetune.home(finetune_args("--ckpt", "out/run/ckpt_*.pt")) == "out/run" == finetune.home(finetune_args())
+
+
+def test_missing_weights_are_not_made_up(at_run):
+    start = finetune.read_start("out/run", "")
+    del start["model"]["encoder.blocks.0.fc1.weight"]
+    with pytest.raises(ValueError, match="missing encoder.blocks.0.fc1.weight"):
+        finetune.make_model(start, "cola", 32, 0)
+
+
+def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch):
+    """The flag compiles, once for all lengths. (The tracer alone: code generation is tested in train.py's section.)"""
+    seen, compiled = [], torch.nn.Module.compile
+    monkeypatch.setattr(finetune, "can_compile", lambda device: True)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: (seen.append(kw), compiled(self, backend="eager", **kw)))
+    flags = ["--task", "cola", *LEARN, "--epochs", 1, "--limit_train", 40]
+    (a,), (b,) = run_finetune(tmp_path, *flags), run_finetune(tmp_path, *flags, "--compile")
+    assert a["metrics"] == b["metrics"] and seen == [{"dynamic": True}]
+
+
+def test_finetuning_stops_cleanly(at_run, tmp_path, monkeypatch, capsys):
+    """A loss that is not finite: exit 1 and nothing saved. A signal: 128 + its number, between steps."""
+    with pytest.raises(SystemExit) as stopped:
+        run_finetune(tmp_path, "--task", "stsb", *LEARN, "--lr", "1e30")
+    assert stopped.value.code == 1 and "not finite" in capsys.readouterr().err and not (tmp_path / "finetuned-stsb.pt").exists()
+    monkeypatch.setattr(finetune, "Signals", lambda: SimpleNamespace(received=15))
+    with pytest.raises(SystemExit) as stopped:
+        run_finetune(tmp_path, "--task", "stsb", *LEARN)
+    assert stopped.value.code == 143
+
+
+def test_bag_of_words(at_run, tmp_path):
+    pytest.importorskip("sklearn")
+    row, = run_finetune(tmp_path, "--task", "cola", "--data_dir", "glue", "--ckpt", "bow")
+    assert row["metrics"]["accuracy"] == 1 and row["ckpt"] == "bow"
+
+
+def test_finetune_mistakes(at_run, tmp_path, capsys):
+    (tmp_path / "CoLA").mkdir()
+    (tmp_path / "CoLA" / "train.tsv").write_text("")
+    (tmp_path / "finetuned-mnli.pt").write_bytes((at_run / "out" / "run" / "ckpt.pt").read_bytes())
+    cola = ["--task", "cola", "--data_dir", "glue"]
     for flags, says in (
-        (["--task", "foo"], "docs"),
-        (["--task", "cola", "--data_dir", "nowhere"], "nowhere"),
-        (["--task", "cola", "--data_dir", "empty"], "has no rows"),
-        (["--task", "cola", "--length", "2"], "--length"),
-        (["--task", "docs", "--ckpt", "nowhere"], "no checkpoint at"),
-        (["--task", "cola", "--lr", "0"], "--lr"),
+        (["--task", "foo"], "docs"), (["--task", "cola", "--data_dir", "nowhere"], "nowhere"),
+        (["--task", "cola", "--data_dir", str(tmp_path)], "has no rows"), ([*cola, "--length", "2"], "--length"),
+        (["--task", "squad", "--data_dir", "glue", "--length", "12"], "SQuAD 16"), ([*cola, "--lr", "1", "0"], "--lr"),
+        ([*cola, "--ckpt", "nowhere"], "no checkpoint at"), ([*cola, "--ckpt", "out/run/x*.pt"], "no file matches"),
+        ([*cola, "--eval_only"], "no checkpoint at"),
+        (["--task", "mnli", "--ckpt", str(tmp_path), "--predict_text", "a ||| b"], "no model fine-tuned on mnli"),
+        (["--task", "cola", "--predict_text", "a ||| b"], "takes 1 text(s)"), (["--task", "all", "--ckpt", "bow"], "one task"),
+        (["--task", "squad", "--ckpt", "bow"], "classes"), (["--task", "ax", "--predict_text", "a"], "for ax: mnli"),
+        ([*cola, "--seeds", "0"], "--seeds"),
     ):
         with pytest.raises(SystemExit) as stopped:
-            finetune.main(flags)
-        assert stopped.value.code == 2 and says in capsys.readouterr().err
+            finetune.main([*flags, "--device", "cpu"])
+        captured = capsys.readouterr()
+        assert stopped.value.code == 2 and says in captured.err and captured.err.count("\n") == 1, flags
 
 
 # =========================================================================================================
@@ -2780,7 +3280,6 @@ def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path):
 
 def test_commands_of_the_readme_parse():
     """Every `python X.py ..` line of the README is accepted by X's own parser."""
-    import re
     import shlex
 
     lines = re.findall(
