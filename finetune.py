@@ -716,7 +716,7 @@ def report(results, args):
 def write_predictions(name, model, args, machine, folder):
     """Files as gluebenchmark.com takes them; for SQuAD, whose test is not public, the JSON of the dev file."""
     task, span = TASKS[name], TASKS[name].kind == "span"
-    for key, rows in (read_split(name, args, "dev" if span else "test") if name != "docs" else {}).items():
+    for key, rows in read_split(name, args, "dev" if span else "test").items():
         predictions = predict(model, encode_rows(model, rows), machine, args.null_threshold)
         if span:
             file, text = folder / f"{key}.json", json.dumps({q.id: text for q, text in zip(rows, predictions)})
@@ -794,6 +794,8 @@ def parse_args(argv=None):
                 raise ValueError(f"--{name} is {given}; it must be positive")
         if args.ckpt == "bow" and (args.task == "all" or TASKS[args.task].kind != "class" or args.eval_only or args.predict):
             raise ValueError("--ckpt bow is for one task with classes, and keeps no model to predict with")
+        if args.predict and args.task == "docs":
+            raise ValueError("docs has no test rows to predict")
         if args.predict_text and args.task in ("all", "ax"):
             raise ValueError("--predict_text takes one task (for ax: mnli)")
     return args

@@ -2711,7 +2711,7 @@ def test_finetune_mistakes(at_run, tmp_path, capsys):
         (["--task", "mnli", "--ckpt", str(tmp_path), "--predict_text", "a ||| b"], "no model fine-tuned on mnli"),
         (["--task", "cola", "--predict_text", "a ||| b"], "takes 1 text(s)"), (["--task", "all", "--ckpt", "bow"], "one task"),
         (["--task", "squad", "--ckpt", "bow"], "classes"), (["--task", "ax", "--predict_text", "a"], "for ax: mnli"),
-        ([*cola, "--seeds", "0"], "--seeds"),
+        ([*cola, "--seeds", "0"], "--seeds"), (["--task", "docs", "--predict"], "no test rows"),
     ):
         with pytest.raises(SystemExit) as stopped:
             finetune.main([*flags, "--device", "cpu"])
