@@ -2150,7 +2150,8 @@ def squad_by_hand(golds, text):
 @pytest.mark.parametrize("golds, text, em, f1", [
     (["the cat"], "Cat!", 1, 1), (["an owl, a fox"], "owl fox", 1, 1), (["theatre"], "the atre", 0, 0), ([], "", 1, 1),
     ([], "x", 0, 0), (["a b c", "b"], "b", 1, 1), (["b c d"], "c", 0, 0.5), (["x"], "", 0, 0), (["The"], "", 1, 1),
-    (["c c d"], "c d d", 0, 2 / 3), (["$5.00"], "500", 1, 1), (["area"], "are", 0, 0), (["Café  au\tlait"], "café au lait", 1, 1)])
+    (["c c d"], "c d d", 0, 2 / 3), (["$5.00"], "500", 1, 1), (["area"], "are", 0, 0),
+    (["Café  au\tlait"], "café au lait", 1, 1)])
 def test_squad_metrics_on_edge_cases(golds, text, em, f1):
     assert finetune.METRICS["squad"]([golds], [text]) == pytest.approx({"em": em, "f1": f1})
     assert squad_by_hand(golds, text) == pytest.approx((em, f1))
@@ -2488,6 +2489,7 @@ def test_layer_wise_decay_and_weight_decay():
             assert found[id(p)] == (peak, 0.01 if p.dim() >= 2 else 0.0), name
     assert {g["peak"] for g in finetune.param_groups(model, 2.0, 1.0, 0)} == {2.0}
     probe = finetune.Classifier(tiny(), "mnli", 12, probe=True)
+    assert probe.train().head.training and not probe.encoder.training, "a frozen encoder has no dropout"
     learned = {id(p) for g in finetune.param_groups(probe, 1, .8, 0) for p in g["params"]}
     assert learned == {id(probe.head[-1].weight), id(probe.head[-1].bias)}
 
