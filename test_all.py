@@ -2294,6 +2294,9 @@ def test_hub_rows(monkeypatch):
             assert all(rows == [(train[0][0], 5)] for rows in finetune.read_split(name, args, "test").values())
     assert ("nyu-mll/glue", "mnli", "test_mismatched") in asked and ("nyu-mll/glue", "mnli", "validation_matched") in asked
     assert ("rajpurkar/squad_v2", None, "validation") in asked and ("nyu-mll/glue", "stsb", "test") in asked
+    # The hub's order of classes, by its data cards.
+    assert finetune.TASKS["mnli"].classes == finetune.TASKS["ax"].classes == ("entailment", "neutral", "contradiction")
+    assert finetune.TASKS["qnli"].classes == finetune.TASKS["rte"].classes == ("entailment", "not_entailment")
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: 1 / 0)
     with pytest.raises(ValueError, match="--data_dir"):
         finetune.hub_rows("mnli", "train")
