@@ -745,6 +745,7 @@ def predict_text(args, machine):
         return print(f"{float(found[0]):.3f}")
     pairs, null = (list(zip(found[0].tolist(), task.classes)), 0) if task.kind == "class" else candidates(found, encoded)[0]
     pairs += [(null, "(no answer)")] * (name == "squad_v2")
+    pairs = [(score, text) for score, text in pairs if score > -math.inf]
     p = torch.tensor([score for score, _ in pairs]).softmax(0).tolist()
     for share, text in sorted(zip(p, [text for _, text in pairs]), reverse=True)[:5]:
         print(f"{share:.4f}  {text}")

@@ -2641,6 +2641,9 @@ def test_finetune_squad(at_run, tmp_path, capsys):
     assert load(tmp_path / "finetuned-squad_v2.pt").config.max_len == 60
     run_finetune(tmp_path, "--task", "squad", "--predict_text", "who ||| the quick brown owls jump over")
     assert "owls" in capsys.readouterr().out.splitlines()[1]
+    run_finetune(tmp_path, "--task", "squad_v2", "--predict_text", "who ||| a")
+    shown = [line.split("  ") for line in capsys.readouterr().out.splitlines()[1:]]
+    assert sorted(text for _, text in shown) == ["(no answer)", "a"] and abs(sum(float(p) for p, _ in shown) - 1) < 1e-3
     again, = run_finetune(tmp_path, "--task", "squad_v2", "--data_dir", "glue", "--eval_only", "--null_threshold", -1e9)
     assert again["metrics"] == second["metrics"]
 
@@ -2683,6 +2686,15 @@ def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch):
     flags = ["--task", "cola", *LEARN, "--epochs", 1, "--limit_train", 40]
     (a,), (b,) = run_finetune(tmp_path, *flags), run_finetune(tmp_path, *flags, "--compile")
     assert a["metrics"] == b["metrics"] and seen == [{"dynamic": True}]
+
+
+def test_finetuning_clips_the_gradient_of_every_step(at_run, tmp_path, monkeypatch):
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda params, norm: norms.append((len(list(params)), norm)) or clip(
+        [torch.zeros(1, requires_grad=True)], norm))
+    run_finetune(tmp_path, "--task", "cola", *LEARN, "--epochs", 2, "--limit_train", 40)
+    model = finetune.make_model(finetune.read_start("out/run", ""), "cola", 32, 0)
+    assert norms == [(len(list(model.parameters())), 1.0)] * 4
 
 
 def test_finetuning_stops_cleanly(at_run, tmp_path, monkeypatch, capsys):
