@@ -5,6 +5,7 @@
     python bench.py --objective all --preset paper --batch_size 16               # every objective beside mlm
     python bench.py --sweep --preset paper              # rows of 128 .. 2048, the tokens of a step constant
     python bench.py --data 'books/*.jsonl.xz'           # tokenising beside decompressing, the loader beside a step
+    python bench.py --finetune glue                     # SST-2: batches by length, all padded to 128, and transformers
 
 A step is corruption, forward, backward, clip and update, on random tokens. What is compared takes turns, a step of each
 (A B A B), so that a machine that slows down slows all: a ratio is the median over the rounds, with their middle half.
@@ -33,6 +34,7 @@ count what the task needs: logits at other places, padding, dropout and a scheme
 
 import argparse
 import glob
+import itertools
 import json
 import multiprocessing
 import platform
@@ -40,13 +42,15 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.benchmark import Timer
 
 import data
+import finetune
 import objectives
 import train
 from model import ALIASES, PE_NAMES, Encoder, EncoderConfig
@@ -104,13 +108,13 @@ class Variant:
             return sum(p.numel() for p in self.build().parameters())
 
 
-def build_hf(cfg):
+def build_hf(cfg, kind="RobertaForMaskedLM"):
     """transformers' RoBERTa of the same sizes. Its positions start at 2, and it has token types: one, here."""
     try:
-        from transformers import RobertaConfig, RobertaForMaskedLM
+        import transformers
     except ImportError:
-        raise ValueError("--peer hf needs transformers: pip install -r requirements-dev.txt") from None
-    return RobertaForMaskedLM(RobertaConfig(
+        raise ValueError("the peer needs transformers: pip install -r requirements-dev.txt") from None
+    return getattr(transformers, kind)(transformers.RobertaConfig(
         vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
         intermediate_size=cfg.d_ff, hidden_dropout_prob=cfg.dropout, attention_probs_dropout_prob=cfg.attn_dropout,
         max_position_embeddings=cfg.max_len + 2, type_vocab_size=1, layer_norm_eps=cfg.norm_eps, attn_implementation="sdpa"))
@@ -298,6 +302,57 @@ def bench_data(bench, pattern, v):
                 "loader_ms": 1e3 * loader, "loader_share": share})
 
 
+def bench_finetune(bench, data_dir, cfg, batch_size, cache):
+    """Fine-tuning on SST-2: batches of near lengths, the same rows padded to 128, and the peer on the batches of the former.
+
+    A round is ten batches of each in turn; ratios are of a round's seconds.
+    """
+    args = finetune.parse_args(["--task", "sst2", "--data_dir", data_dir])
+    tokenizer = data.encoding_arguments(data.prepare("docs", "bpe", cache).tokenizer)
+    start = {"config": {**asdict(cfg), "vocab_size": 8192, "max_len": 128}, "tokenizer": tokenizer, "model": {}}
+    ours = finetune.make_model(start, "sst2", 128, 0).to(bench.device)
+    hf = build_hf(ours.encoder.config, "RobertaForSequenceClassification").to(bench.device).train()
+    rows = finetune.encode_rows(ours, finetune.read_split("sst2", args, "train")["sst2"]).rows
+    pad = ours.encoder.config.pad_id
+    widest = [pad] * 128
+
+    def peer_loss(tokens, padded, labels):      # RoBERTa's own pad id is 1, from which it counts positions
+        mask = torch.ones_like(tokens) if padded is None else (~padded).long()
+        return hf(tokens.masked_fill(tokens == pad, 1), attention_mask=mask, labels=labels).loss
+
+    def by_length(group):
+        return finetune.collate([rows[i] for i in group], pad, bench.device)
+
+    def to_128(group):
+        return [x[:-1] for x in finetune.collate([*(rows[i] for i in group), (widest, 0)], pad, bench.device)]
+
+    variants = {"by length": (ours, ours.loss, by_length), "padded to 128": (ours, ours.loss, to_128),
+                "hf": (hf, peer_loss, by_length)}
+    optimizers = {model: torch.optim.AdamW(model.parameters(), 1e-4, fused=True) for model in (ours, hf)}
+    seconds, batches = {name: [] for name in variants}, finetune.batches(rows, batch_size, np.random.default_rng(0))
+    ours.train()
+    for _ in range(bench.args.warmup + bench.args.pairs):
+        ten = list(itertools.islice(batches, 10))
+        for name, (model, loss, collated) in variants.items():
+            began = time.perf_counter()
+            for group in ten:
+                with train.autocast(bench.device, bench.dtype):
+                    value = loss(*collated(group))
+                value.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizers[model].step()
+                optimizers[model].zero_grad()
+            value.item()        # on a GPU: wait
+            seconds[name].append(time.perf_counter() - began)
+    print(f"{bench.machine}; preset {bench.args.preset}, SST-2, batch {batch_size}\n"
+          f"{'':16}{'ms a batch':>10}  time, over that by length (middle half)")
+    for name, mine in ((name, each[bench.args.warmup:]) for name, each in seconds.items()):
+        low, middle, high = statistics.quantiles([b / a for a, b in zip(seconds["by length"][bench.args.warmup:], mine)], n=4)
+        print(f"{name:16}{100 * statistics.median(mine):10.1f}  {middle:.2f} ({low:.2f} - {high:.2f})")
+        bench.keep({"name": f"finetune {name}", "ms_per_batch": 100 * statistics.median(mine), "ratio_low": low, "ratio": middle,
+                    "ratio_high": high})
+
+
 def parse_args(argv):
     """-> flags, with the preset's sizes, the schemes and the objectives spelled out."""
     parser = data.Parser("bench.py", __doc__)
@@ -306,6 +361,8 @@ def parse_args(argv):
     parser.add_argument("--objective", default="mlm", help="objectives, by commas, or all; mlm_full: a head at every token")
     parser.add_argument("--sweep", action="store_true", help=f"rows of {', '.join(map(str, SWEEP))} tokens")
     parser.add_argument("--data", metavar="GLOB", help="tokenise these files, and time the loader")
+    parser.add_argument("--finetune", metavar="GLUE", help="fine-tune on GLUE/SST-2 of the official files, beside transformers")
+    parser.add_argument("--cache", default="cache", help="--finetune: folder of prepared data (default: %(default)s)")
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="sizes (default: %(default)s)")
     parser.add_argument("--batch_size", type=int, help="rows (default: the preset's)")
     parser.add_argument("--block_size", type=int, help="tokens a row (default: the preset's)")
@@ -331,7 +388,7 @@ def plan(args, bench):
         if getattr(args, name) < low:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least {low}")
     tables = ["--pe"] * (len(args.pes) > 1) + ["--objective"] * (len(args.objectives) > 1)
-    tables += [f"--{name}" for name in ("peer", "sweep", "data") if getattr(args, name)]
+    tables += [f"--{name}" for name in ("peer", "sweep", "data", "finetune") if getattr(args, name)]
     if len(tables) > 1:
         raise ValueError(f"{' and '.join(tables)}: each is a table of its own, give one")
     kinds = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
@@ -361,7 +418,12 @@ def main(argv=None):
         for variant in variants:
             variant.n_parameters()      # what cannot be built shows before anything is measured
         with train.one_line_failures("lower --batch_size, --block_size, or take a smaller --preset"):
-            bench_data(bench, args.data, variants[0]) if args.data else bench.compare(variants, *held_against)
+            if args.data:
+                bench_data(bench, args.data, variants[0])
+            elif args.finetune:
+                bench_finetune(bench, args.finetune, variants[0].config(), 32, args.cache)
+            else:
+                bench.compare(variants, *held_against)
 
 
 if __name__ == "__main__":

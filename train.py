@@ -414,7 +414,7 @@ def save(folder, step, model, updater, meta, keep=False):
 
 def lock(folder):
     """Two runs in one folder would overwrite each other's checkpoints -> the open lock; it ends with the process."""
-    handle = open(folder / "lock", "w")
+    handle = open(folder / ".lock", "w")
     if fcntl:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
