@@ -302,14 +302,14 @@ def bench_data(bench, pattern, v):
                 "loader_ms": 1e3 * loader, "loader_share": share})
 
 
-def bench_finetune(bench, data_dir, cfg, batch_size, cache):
+def bench_finetune(bench, data_dir, v, cache):
     """Fine-tuning on SST-2: batches of near lengths, the same rows padded to 128, and the peer on the batches of the former.
 
     A round is ten batches of each in turn; ratios are of a round's seconds.
     """
     args = finetune.parse_args(["--task", "sst2", "--data_dir", data_dir])
     tokenizer = data.encoding_arguments(data.prepare("docs", "bpe", cache).tokenizer)
-    start = {"config": {**asdict(cfg), "vocab_size": 8192, "max_len": 128}, "tokenizer": tokenizer, "model": {}}
+    start = {"config": {**asdict(v.config()), "vocab_size": 8192, "max_len": 128}, "tokenizer": tokenizer, "model": {}}
     ours = finetune.make_model(start, "sst2", 128, 0).to(bench.device)
     hf = build_hf(ours.encoder.config, "RobertaForSequenceClassification").to(bench.device).train()
     rows = finetune.encode_rows(ours, finetune.read_split("sst2", args, "train")["sst2"]).rows
@@ -329,7 +329,7 @@ def bench_finetune(bench, data_dir, cfg, batch_size, cache):
     variants = {"by length": (ours, ours.loss, by_length), "padded to 128": (ours, ours.loss, to_128),
                 "hf": (hf, peer_loss, by_length)}
     optimizers = {model: torch.optim.AdamW(model.parameters(), 1e-4, fused=True) for model in (ours, hf)}
-    seconds, batches = {name: [] for name in variants}, finetune.batches(rows, batch_size, np.random.default_rng(0))
+    seconds, batches = {name: [] for name in variants}, finetune.batches(rows, v.B, np.random.default_rng(0))
     ours.train()
     for _ in range(bench.args.warmup + bench.args.pairs):
         ten = list(itertools.islice(batches, 10))
@@ -344,7 +344,7 @@ def bench_finetune(bench, data_dir, cfg, batch_size, cache):
                 optimizers[model].zero_grad()
             value.item()        # on a GPU: wait
             seconds[name].append(time.perf_counter() - began)
-    print(f"{bench.machine}; preset {bench.args.preset}, SST-2, batch {batch_size}\n"
+    print(f"{bench.machine}; preset {bench.args.preset}, SST-2, batch {v.B}\n"
           f"{'':16}{'ms a batch':>10}  time, over that by length (middle half)")
     for name, mine in ((name, each[bench.args.warmup:]) for name, each in seconds.items()):
         low, middle, high = statistics.quantiles([b / a for a, b in zip(seconds["by length"][bench.args.warmup:], mine)], n=4)
@@ -374,6 +374,7 @@ def parse_args(argv):
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="--peer has both unless --no-compile")
     parser.add_argument("--json", metavar="FILE", help="write the rows there")
     args = parser.parse_args(argv)
+    args.given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     for name in ("batch_size", "block_size", "mask_rate"):
         if getattr(args, name) is None:
             setattr(args, name, PRESETS[args.preset][name])
@@ -395,6 +396,8 @@ def plan(args, bench):
     if True in kinds and not train.can_compile(bench.device):
         print("compiled: skipped, no compiler here")
         kinds = [False]
+    if args.finetune and (unused := [f"--{name}" for name in ("block_size", "mask_rate", "objective") if name in args.given]):
+        raise ValueError(f"{', '.join(unused)}: --finetune has no use for it")
     ours = Variant(args.preset, args.batch_size, args.block_size, args.mask_rate, args.pes[0], args.objectives[0], kinds[0])
     if args.data:
         data.find_source(args.data)
@@ -421,7 +424,7 @@ def main(argv=None):
             if args.data:
                 bench_data(bench, args.data, variants[0])
             elif args.finetune:
-                bench_finetune(bench, args.finetune, variants[0].config(), 32, args.cache)
+                bench_finetune(bench, args.finetune, variants[0], args.cache)
             else:
                 bench.compare(variants, *held_against)
 

@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from data import DOCS_LIBRARIES, Parser, encoding_arguments, one_line_errors, prepare, removed
 from model import Encoder, EncoderConfig, read_checkpoint, warm_start
-from train import Signals, autocast, can_compile, keep_memory, one_line_failures, pick_device, pick_dtype, stop
+from train import autocast, can_compile, keep_memory, one_line_failures, pick_device, pick_dtype, stop
 
 EVAL_TOKENS = 16384             # tokens of a batch when nothing is learned
 N_BEST, MAX_ANSWER, MAX_QUESTION = 20, 30, 64           # SQuAD: candidates, and tokens of an answer and of a question (BERT)
@@ -142,7 +142,8 @@ TASKS = {
     "qnli": Task("QNLI", ("question", "sentence"), ("question", "sentence"), RTE),
     "rte": Task("RTE", PAIR, PAIR, RTE),
     "wnli": Task("WNLI", PAIR, PAIR),
-    "ax": Task("AX", PAIR, ("premise", "hypothesis"), NLI, dev={}, test={"AX": ("AX.tsv", "test")}),    # by the MNLI model
+    # Predicted by the MNLI model.
+    "ax": Task("diagnostic", PAIR, ("premise", "hypothesis"), NLI, dev={}, test={"AX": ("diagnostic.tsv", "test")}),
     "squad": squad("v1.1", "rajpurkar/squad"),
     "squad_v2": squad("v2.0", "rajpurkar/squad_v2"),
     "docs": Task("", ("text",), (), DOCS_LIBRARIES),
@@ -416,8 +417,11 @@ def collate(rows, pad_id, device):
     """-> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or (B, 2); L is the longest of the batch."""
     longest = max(len(ids) for ids, _ in rows)
     tokens = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids, _ in rows])
-    pad = (tokens == pad_id).to(device) if any(len(ids) < longest for ids, _ in rows) else None
-    return tokens.to(device), pad, torch.tensor([label for _, label in rows], device=device)
+    labels = torch.tensor([label for _, label in rows])
+    if device.type == "cuda":                   # pinned memory is copied while the host goes on
+        tokens, labels = tokens.pin_memory(), labels.pin_memory()
+    tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    return tokens, tokens == pad_id if any(len(ids) < longest for ids, _ in rows) else None, labels
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -537,7 +541,6 @@ class Machine(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     compile: bool
-    signals: Signals            # one ends the program between steps; what was scored is in results.jsonl already
 
 
 def param_groups(model, lr, layer_decay, weight_decay):
@@ -565,6 +568,7 @@ def train_one(model, rows, chosen, lr, seed, machine):
     torch.manual_seed(seed)
     rng, device, title = np.random.default_rng(seed), machine.device, f"{model.name} seed {seed}"
     if machine.compile:
+        torch._dynamo.reset()                   # graphs of the task before count towards dynamo's limit
         model.compile(dynamic=True)             # lengths differ from batch to batch: one graph for all, not one for each
     optimizer = torch.optim.AdamW(param_groups(model, lr, chosen.layer_decay, chosen.weight_decay), eps=chosen.eps, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
@@ -583,10 +587,8 @@ def train_one(model, rows, chosen, lr, seed, machine):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        if machine.signals.received:
-            sys.exit(128 + machine.signals.received)
-    if not torch.isfinite(loss):
-        stop(1, f"{title}: the loss is not finite after {steps} steps; try a lower --lr, or --dtype float32")
+        if ((step + 1) % 200 == 0 or step + 1 == steps) and not torch.isfinite(loss):      # seldom: it waits for the device
+            stop(1, f"{title}: the loss is not finite at step {step + 1} of {steps}; try a lower --lr, or --dtype float32")
 
 
 @torch.no_grad()
@@ -600,8 +602,6 @@ def outputs(model, rows, machine):
             out = model(tokens, pad).cpu().numpy()
         for i, one in zip(group, out):
             found[i] = one[:, :len(rows[i][0])] if model.kind == "span" else one
-        if machine.signals.received:
-            sys.exit(128 + machine.signals.received)
     return found
 
 
@@ -797,6 +797,8 @@ def parse_args(argv=None):
             raise ValueError("--ckpt bow is for one task with classes, and keeps no model to predict with")
         if args.predict and args.task == "docs":
             raise ValueError("docs has no test rows to predict")
+        if args.ckpt == "scratch" and (args.eval_only or args.predict_text):
+            raise ValueError("--ckpt scratch is untrained: --eval_only and --predict_text take a fine-tuned model")
         if args.predict_text and args.task in ("all", "ax"):
             raise ValueError("--predict_text takes one task (for ax: mnli)")
     return args
@@ -879,7 +881,7 @@ def main(argv=None):
     keep_memory()
     with one_line_errors():
         device = pick_device(args.device)
-        machine = Machine(device, pick_dtype(device, args.dtype)[0], args.compile and can_compile(device), Signals())
+        machine = Machine(device, pick_dtype(device, args.dtype)[0], args.compile and can_compile(device))
         if args.compile and not machine.compile:
             print("not compiled: no compiler here")
         if args.predict_text:

@@ -564,7 +564,8 @@ class TC(Objective):
         B, L = eligible.shape
         device, half = eligible.device, (self.cfg.tc_window - 1) // 2
         place = torch.arange(L, device=device)
-        steps = torch.tensor([d for d in range(-half, half + 1) if d], device=device)
+        steps = torch.arange(-half, half, device=device)
+        steps = steps + (steps >= 0)                                                # -half .. half without 0
         near = place[:, None] + steps                                               # (L, W-1)
         inside = (near >= 0) & (near < L)
         there = eligible[:, near.clamp(0, L - 1)] & inside                          # (B, L, W-1)
@@ -637,13 +638,16 @@ class NSP(Objective):
         m = batch["eligible"].sum(1, keepdim=True)
         middle = ((batch["eligible"].cumsum(1) > m // 2).long()).argmax(1, keepdim=True)            # (B, 1)
         chosen = torch.rand(B, generator=generator, device=tokens.device).argsort()[:max(2, B // 2)]
-        donor = torch.arange(B, device=tokens.device)
-        donor[chosen] = chosen.roll(1)
+        stay = torch.arange(B, device=tokens.device)
+        donor = stay.scatter(0, chosen, chosen.roll(1))
+        if B < 4:                                           # two rows can only trade: then let a coin decide
+            coin = torch.rand((), generator=generator, device=tokens.device)
+            donor = torch.where(coin < B / (2 * len(chosen)), donor, stay)
         after = torch.arange(L, device=tokens.device) > middle                                      # (B, L)
         mixed = torch.where(after, tokens[donor], tokens).scatter(1, middle, self.sep_id)
         mixed = torch.where(m > 2, mixed, tokens)           # too short for two halves: left alone, not scored
         batch.update(new_batch(mixed, self.vocab_size), nsp_weight=(m > 2)[:, 0].float(),
-                     nsp_label=(donor != torch.arange(B, device=tokens.device)).long())
+                     nsp_label=(donor != stay).long())
 
     def loss(self, encoder, hidden, batch):
         logits = self.out(torch.tanh(self.dense(hidden[:, 0]))).float()             # (B, 2)
@@ -709,6 +713,8 @@ class Pretraining(nn.Module):
 def load_pretraining(path) -> Pretraining:
     """A run folder or checkpoint file -> the encoder with its heads, in eval mode. Raises like model.load."""
     ckpt = read_checkpoint(path)
+    if "args" not in ckpt:
+        raise ValueError(f"{path} is a fine-tuned model, without the heads of pre-training: take its run's ckpt.pt")
     encoder = Encoder(EncoderConfig(**ckpt["config"]))
     encoder.tokenizer = tiktoken.Encoding(**ckpt["tokenizer"])
     model = Pretraining(encoder, ObjectiveConfig(**{f.name: ckpt["args"][f.name] for f in fields(ObjectiveConfig)

@@ -267,11 +267,20 @@ def read_run(folder, name):
     row = {"run": name, "pe": model.encoder.config.pe, "objective": "+".join(model.names),
            "steps": log[-1]["step"] if log else None, "val_loss": losses[-1][1] if losses else None,
            **found["with_specials"], "aiv w/o": found["without_specials"]["aiv"]}
-    for result in rows.get("results", []):
+    for result in comparable(rows.get("results", []), row["steps"]):
         for metric, value in result["metrics"].items():
             by_lr.setdefault(f"{result['task']} {metric}", {}).setdefault(result["lr"], []).append(value)
     scores = {name: max(float(np.median(v)) for v in values.values()) for name, values in by_lr.items()}     # at the best lr
     return dict(row=row, args=first.get("args", {}), losses=losses, scores=scores, indicators=found, logits=logits.mean(0))
+
+
+def comparable(results, steps):
+    """Rows of results.jsonl that say what the run's last checkpoint is good for, by each task's last settings: no other
+    checkpoint, no second evaluation, no frozen encoder, no start from a fine-tuned model."""
+    kept = [r for r in results if not (r.get("eval_only") or r.get("probe") or r["ckpt"].endswith(")"))
+            and r.get("step", steps) == steps]
+    settings = {r["task"]: [r.get(key) for key in ("recipe", "epochs", "n_train", "length")] for r in kept}
+    return [r for r in kept if [r.get(key) for key in ("recipe", "epochs", "n_train", "length")] == settings[r["task"]]]
 
 
 def pearson(x, y):
@@ -433,6 +442,8 @@ def pairs_right(order):
 def who_moved(model, text, seed=0):
     """pplm_binary -> [(word, did it move, mean P(its given offsets are true))], AUC of the latter for words that stayed."""
     objective, words, pos, hidden = shuffled(model, text, seed)
+    if len(words) < 4:
+        raise ValueError(f"the text has {len(words)} tokens; take at least 4, so that some move and some stay")
     p = objective.pair_logits(model.encoder, hidden, pos)[0].float().softmax(-1)[..., 1]    # (n, n)
     share = (p + p.T).fill_diagonal_(0).sum(1) / (2 * len(p) - 2)
     moved = pos[0, 1:-1] != torch.arange(1, len(p) + 1)
@@ -499,6 +510,8 @@ def main(argv=None):
     parser.add_argument("--out_dir", help="where to write (default: RUN/probe, RUN/dynamics, or probe beside the runs)")
     args = parser.parse_args(argv)
     many = args.runs or args.dynamics
+    if args.text is not None and args.out_dir:
+        parser.error("--text writes nothing: --out_dir is for the others")
     if many and (args.text is not None or args.per_head) or (args.pairs or args.cache) and not args.dynamics:
         parser.error("--text and --per_head are for --ckpt; --pairs and --cache are for --dynamics")
     with one_line_errors(), torch.no_grad():

@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1140,8 +1139,8 @@ def test_nsp_rows():
             assert same == [b] if not label[b] else (len(same) == 1 and same != [b] and label[same[0]] == 1)
         swapped.update(label.nonzero()[:, 0].tolist())
     assert len(swapped) == 42 and max(swapped.values()) < 28
-    both = model.corrupt(tokens[:2], 0)
-    assert both["nsp_label"].tolist() == [1, 1], "two rows can only trade"
+    trades = [model.corrupt(tokens[:2], seed)["nsp_label"].tolist() for seed in range(200)]
+    assert {tuple(t) for t in trades} == {(0, 0), (1, 1)} and 70 < sum(t[0] for t in trades) < 130, "two rows can only trade"
 
 
 def test_nsp_loss_equals_a_loop_and_comes_before_masking():
@@ -2255,7 +2254,7 @@ def test_test_files_and_optional_ones(tmp_path, capsys):
         (tmp_path / task.folder).mkdir()
         n = header.count("\t")
         lines = [header, *("\t".join([str(i), *["t"] * n]) for i in (0, 1, 7))]
-        (tmp_path / task.folder / ("AX.tsv" if name == "ax" else "test.tsv")).write_text("\n".join(lines))
+        (tmp_path / task.folder / ("diagnostic.tsv" if name == "ax" else "test.tsv")).write_text("\n".join(lines))
         (key, rows), = finetune.read_split(name, args, "test").items()
         assert key == task.folder and rows == [(("t",) * len(task.texts), i) for i in (0, 1, 7)]
     (tmp_path / "MNLI").mkdir()
@@ -2536,7 +2535,8 @@ def small_run(corpus_file, cache, tmp_path_factory):
                 texts = [" ".join(rng.choices(WORDS[:8], k=4) + [("owls", "seven")[c]]) for _ in task.texts]
                 rows.append((texts, classes[c]))
             (home / "glue" / task.folder / file).write_bytes(official_file(name, rows))
-    tests = ("CoLA", "test.tsv", 1), ("MNLI", "test_matched.tsv", 2), ("AX", "AX.tsv", 2), ("STS-B", "test.tsv", 2)
+    tests = (("CoLA", "test.tsv", 1), ("MNLI", "test_matched.tsv", 2), ("diagnostic", "diagnostic.tsv", 2),
+             ("STS-B", "test.tsv", 2))
     for folder, file, n in tests:
         (home / "glue" / folder).mkdir(exist_ok=True)
         lines = ["index\t" + "\t".join(("sentence",) if n == 1 else ("sentence1", "sentence2"))]
@@ -2699,14 +2699,24 @@ def test_finetuning_clips_the_gradient_of_every_step(at_run, tmp_path, monkeypat
 
 
 def test_finetuning_stops_cleanly(at_run, tmp_path, monkeypatch, capsys):
-    """A loss that is not finite: exit 1 and nothing saved. A signal: 128 + its number, between steps."""
+    """A loss that is not finite: exit 1 and nothing saved. Ctrl-C: one line and 130."""
     with pytest.raises(SystemExit) as stopped:
         run_finetune(tmp_path, "--task", "stsb", *LEARN, "--lr", "1e30")
     assert stopped.value.code == 1 and "not finite" in capsys.readouterr().err and not (tmp_path / "finetuned-stsb.pt").exists()
-    monkeypatch.setattr(finetune, "Signals", lambda: SimpleNamespace(received=15))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(finetune, "schedule", interrupted)
     with pytest.raises(SystemExit) as stopped:
         run_finetune(tmp_path, "--task", "stsb", *LEARN)
-    assert stopped.value.code == 143
+    assert stopped.value.code == 130 and "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--eval_only", "--predict_text=a ||| b"])
+def test_scratch_has_nothing_to_evaluate(flag, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        finetune.parse_args(["--task", "rte", "--ckpt", "scratch", flag])
+    assert stopped.value.code == 2 and "untrained" in capsys.readouterr().err
 
 
 def test_bag_of_words(at_run, tmp_path):
@@ -2956,7 +2966,7 @@ def test_probe_of_a_run(probed, capsys, monkeypatch):
 
 def test_probe_of_runs(probed, capsys):
     for i, name in enumerate(("abs", "none", "lsin", "tupe")):
-        rows = [{"task": "docs", "seed": seed, "lr": lr, "metrics": {"accuracy": i / 10 + lr + seed}}
+        rows = [{"task": "docs", "ckpt": "out/run", "seed": seed, "lr": lr, "metrics": {"accuracy": i / 10 + lr + seed}}
                 for lr, seed in ((0.1, 0), (0.2, 0), (0.2, 1), (0.2, 7))]
         (probed / name / "results.jsonl").write_text("\n".join(map(json.dumps, rows)))
     probe.main(["--runs", str(probed / "*"), "--out_dir", str(probed / "compared")])
@@ -3120,6 +3130,19 @@ def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
     model = objectives.load_pretraining(tmp_path / "run")
     (best, *_), = probe.fill_masks(model, "the quick brown [MASK] jumps over")
     assert best[0].strip() in WORDS
+
+
+def test_only_comparable_scores_count():
+    row = dict(task="rte", step=9, ckpt="out/run", recipe="electra", epochs=3, n_train=9, length=64)
+    others = [dict(row, step=5), dict(row, eval_only=True), dict(row, probe=True), dict(row, ckpt="finetuned-mnli.pt (mnli)")]
+    assert probe.comparable([*others, row, row], 9) == [row, row]
+    assert probe.comparable([row, dict(row, epochs=1)], 9) == [dict(row, epochs=1)], "the last settings"
+
+
+def test_a_fine_tuned_model_is_not_probed(tmp_path):
+    torch.save({"config": {}, "model": {}, "tokenizer": {}}, tmp_path / "finetuned.pt")
+    with pytest.raises(ValueError, match="take its run's ckpt.pt"):
+        probe.load_pretraining(str(tmp_path / "finetuned.pt"))
 
 
 # =========================================================================================================

@@ -374,6 +374,8 @@ def one_line_failures(remedy, run=None):
     """What breaks under way (memory, disk) ends with one line and exit code 1; other exceptions are bugs and show."""
     try:
         yield
+    except KeyboardInterrupt:
+        stop(130, "interrupted; what was finished is kept")
     except (RuntimeError, MemoryError, OSError) as error:
         last = f"; the last checkpoint is of step {run.saved}" if run else ""
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
@@ -418,8 +420,10 @@ def lock(folder):
     if fcntl:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ValueError(f"another process is training in {folder}: wait for it, or name another --out_dir") from None
+        except OSError as error:        # some network file systems have no locks
+            print(f"no lock on {folder} ({error}): do not start a second run there")
     return handle
 
 
