@@ -2,10 +2,12 @@
 
     python results/tables.py                            # print the tables, draw the pictures
     python results/tables.py collect schemes out/*      # run folders -> results/schemes.jsonl, a row a run
+    python results/tables.py scores 'mlm, demo' out/run/results.jsonl       # fine-tuning rows -> results/finetune.jsonl
 
 schemes.jsonl, objectives.jsonl   pre-training runs
-finetune.jsonl                    fine-tuning runs (results.jsonl of run folders)
-bench.json                        bench.py --json
+finetune.jsonl                    fine-tuning runs (results.jsonl of run folders), with what they started from
+probe.json                        probe.py --runs, pictures left out
+bench*.json                       bench.py --json
 pplm.jsonl                        the log of the run in the README's figure
 """
 
@@ -35,6 +37,14 @@ def collect(name, folders):
                      "tokens": first["data"]["tokens"]["train"], "torch": first["versions"]["torch"]})
     (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows -> results/{name}.jsonl")
+
+
+def scores(name, file):
+    """Rows of a results.jsonl, with a name for what they started from instead of a path; those of the same name are replaced."""
+    rows = [row for row in read("finetune.jsonl") if row["from"] != name]
+    rows += [{**json.loads(line), "from": name} for line in Path(file).read_text().splitlines()]
+    rows = [{key: value for key, value in row.items() if key != "ckpt"} for row in rows]
+    (HERE / "finetune.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def by_scheme(objective):
@@ -88,13 +98,23 @@ def finetune_table():
     groups = {}
     for row in read("finetune.jsonl"):
         groups.setdefault((row["task"], row["from"]), []).append(row)
-    print("\n| task | from | metric | median | min - max | majority | seeds | s a run |\n|---|---|---|---|---|---|---|---|")
+    print("\n| task | from | metric | median | min - max | a constant answer | seeds | s a run |\n" + 8 * "|---" + "|")
     for (task, source), rows in groups.items():
         for metric in rows[0]["metrics"]:
             values = [row["metrics"][metric] for row in rows]
-            majority = f"{rows[0]['majority']:.3f}" if metric == "accuracy" else "0"
+            constant = rows[0].get("constant", {"accuracy": rows[0]["majority"]}).get(metric, 0.0)
             print(f"| {task} | {source} | {metric} | {statistics.median(values):.3f} | {min(values):.3f} - {max(values):.3f} | "
-                  f"{majority} | {len(rows)} | {statistics.mean(row['seconds'] for row in rows):.0f} |")
+                  f"{constant:.3f} | {len(rows)} | {statistics.mean(row['seconds'] for row in rows):.0f} |")
+
+
+def probe_table():
+    """P3's table 2: the indicators of layer 1's mean map over identical words."""
+    found = json.loads((HERE / "probe.json").read_text())["runs"] if (HERE / "probe.json").exists() else []
+    print("\n| pe | validation loss | AIV | AIV without specials | OPR | ties | OPR, 20 | SD | DB |\n" + 9 * "|---" + "|")
+    show = lambda x: "-" if x is None else x if isinstance(x, str) else f"{x:.3f}"     # noqa: E731
+    for row in found:
+        keys = ("val_loss", "aiv", "aiv w/o", "opr", "ties", "opr_20", "sd", "db")
+        print(f"| `{row['pe']}` | " + " | ".join(show(row[key]) for key in keys) + " |")
 
 
 def draw_pplm():
@@ -121,9 +141,12 @@ def draw_pplm():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["collect"]:
         collect(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:2] == ["scores"]:
+        scores(*sys.argv[2:])
     else:
         scheme_tables()
         objective_table()
         finetune_table()
+        probe_table()
         if read("pplm.jsonl"):
             draw_pplm()
