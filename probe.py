@@ -106,7 +106,7 @@ def identical_word_maps(encoder, words, causal=False):
         tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
         x, pos, mask = encoder._run(tokens, None, None, causal, 0)
         q, k, _ = encoder.blocks[0].heads(x)
-        s = encoder.pe.logits(q, k, pos, encoder.pe.call("relative", pos, 0), mask).double()        # (n, H, L, L)
+        s = encoder.pe.logits(q, k, pos, encoder.pe.relative(pos, 0), mask).double()        # (n, H, L, L)
         logits, A = logits + s.sum(0), A + s.softmax(-1).sum(0)
     return (logits / len(words)).numpy(), (A / len(words)).numpy()
 

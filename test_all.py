@@ -541,11 +541,24 @@ def test_attention_equals_triple_loop(pe):
             torch.testing.assert_close(x[0, i], naive.input(encoder.tok.weight[5], int(pos[b, i])), rtol=0, atol=1e-6)
 
 
-def test_the_default_positions_are_arange():
-    for pe in ("abs", "tupe_r", "rel", "rope"):
-        encoder, tokens = tiny(pe), some_tokens()
-        for pos in (torch.arange(7), torch.arange(7).expand(3, 7)):
-            torch.testing.assert_close(encoder(tokens), encoder(tokens, pos=pos), rtol=0, atol=1e-12)
+@pytest.mark.parametrize("pe", ["abs", "tupe_r", "rope", "rel", "rel_k", "rsin", "rlsin", "lsin+rlsin"])
+@pytest.mark.parametrize("L", [1, 2, 7, 12])
+def test_the_default_positions_are_arange(pe, L):
+    """And what is faster when positions are in order gives the same, gradients too."""
+    encoder, tokens, found = tiny(pe), some_tokens(L=L), []
+    for pos in (None, torch.arange(L), torch.arange(L).expand(3, L)):
+        encoder.zero_grad()
+        out = encoder(tokens, pos=pos)
+        out.square().sum().backward()
+        found.append([out.detach(), *[p.grad.clone() for p in encoder.parameters() if p.grad is not None]])
+    for other in found[1:]:
+        for a, b in zip(found[0], other):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_offsets_beyond_the_table_are_clipped_in_order_too():
+    encoder, tokens = tiny("rel", max_len=200), some_tokens(1, 200)
+    torch.testing.assert_close(encoder(tokens), encoder(tokens, pos=torch.arange(200)), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("pe", ALL_PE)
@@ -728,8 +741,9 @@ def test_no_tensor_of_l_l_d(monkeypatch):
             )
             return out
     encoder = tiny("rel", d_model=64)                   # D = 32, L = 40: L*L*D = 51,200; R = 130 columns: 2*2*40*130
-    with Watch():
-        encoder(some_tokens(1, 40))
+    for pos in (None, torch.arange(40)):
+        with Watch():
+            encoder(some_tokens(1, 40), pos=pos)
     assert max(sizes) < 40 * 40 * 32
 
 
