@@ -77,8 +77,8 @@ def scheme_tables():
 
 def objective_table():
     """Each objective beside its own baselines: the lowest that its validation loss has passed, and the next one."""
-    print("\n| objective | pe | steps | validation loss | beside its baselines | accuracy |\n|---|---|---|---|---|---|")
-    for row in sorted(read("objectives.jsonl"), key=lambda row: (row["objective"], row["pe"], row["trained_steps"])):
+    print("\n| objective | pe | steps | lr | validation loss | beside its baselines | accuracy |\n" + 7 * "|---" + "|")
+    for row in sorted(read("objectives.jsonl"), key=lambda row: (row["objective"], row["pe"], row["steps"], -row["lr"])):
         parts = row["objective"].split("+")
         losses = [row.get(f"val_{part}", row["val_loss"]) for part in parts]
         notes, right = [], []
@@ -90,8 +90,8 @@ def objective_table():
             text += [f"{loss - missed[-1][0]:.3f} above `{missed[-1][1]}`"] if missed else []
             notes.append((f"{part}: " if len(parts) > 1 else "") + ", ".join(text))
             right += [f"{row[key]:.3f}"] if (key := f"val_{part}_accuracy") in row else []
-        print(f"| `{row['objective']}` | `{row['pe']}` | {row['trained_steps']:,} | {', '.join(f'{x:.3f}' for x in losses)} | "
-              f"{'; '.join(notes)} | {', '.join(right)} |")
+        print(f"| `{row['objective']}` | `{row['pe']}` | {row['steps']:,} | {row['lr']:.0e} | "
+              f"{', '.join(f'{x:.3f}' for x in losses)} | {'; '.join(notes)} | {', '.join(right)} |")
 
 
 def finetune_table():
