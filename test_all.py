@@ -2270,7 +2270,7 @@ def test_test_files_and_optional_ones(tmp_path, capsys):
         lines = [header, *("\t".join([str(i), *["t"] * n]) for i in (0, 1, 7))]
         (tmp_path / task.folder / ("diagnostic.tsv" if name == "ax" else "test.tsv")).write_text("\n".join(lines))
         (key, rows), = finetune.read_split(name, args, "test").items()
-        assert key == task.folder and rows == [(("t",) * len(task.texts), i) for i in (0, 1, 7)]
+        assert key == ("AX" if name == "ax" else task.folder) and rows == [(("t",) * len(task.texts), i) for i in (0, 1, 7)]
     (tmp_path / "MNLI").mkdir()
     for file in ("train.tsv", "dev_matched.tsv"):
         (tmp_path / "MNLI" / file).write_bytes(official_file("mnli", [(('A "b', "C"), "contradiction")]))
