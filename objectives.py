@@ -51,7 +51,7 @@ from model import (
 )
 
 PAIR_HIDDEN = 64                # width of the pair head's MLP
-CHUNK_BYTES = 512 << 20         # float32 logits over pairs or over the vocabulary that may be alive at once
+CHUNK_BYTES = 1 << 30           # float32 logits over pairs or over the vocabulary that may be alive at once
 
 
 @dataclass
