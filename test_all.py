@@ -1885,7 +1885,8 @@ def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, tmp_path):
     assert weights(tmp_path / "run")["step"] == 30
 
 
-def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
+@pytest.mark.parametrize("objective", ["nsp+taco+pplm", "clm+tc", "mlm+pmlm"])
+def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, objective):
     """torchrun with two gloo processes: the weights of one process with twice the accumulation, within 1e-6."""
     common = [
         "--dataset",
@@ -1902,7 +1903,7 @@ def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
         "--dtype",
         "float32",
         "--objective",
-        "nsp+taco+pplm",
+        objective,
         "--pe",
         "tupe_r",
     ]
