@@ -184,7 +184,7 @@ def count(cfg, B, L, objective="mlm", mask_rate=0.15, n_parameters=0, width=2):
     parts = {"qkv and out": (8 * B * L * C ** 2 * cfg.n_layer, 6 * B * L * C * cfg.n_layer),
              "feed-forward": (4 * B * L * C * F * cfg.n_layer, 2 * B * L * (C + F) * cfg.n_layer),
              "attention": (4 * B * L ** 2 * C * cfg.n_layer, 0)}
-    for name in objectives.ALIASES.get(objective, objective).split("+"):
+    for name in objectives.spell_out(objective):
         if name in slots:
             parts["head"] = 2 * B * slots[name] * C * (C + V), B * slots[name] * V
         if name in KINDS["position"]:

@@ -755,6 +755,7 @@ def predict_text(args, machine):
 # The program
 
 def parse_args(argv=None):
+    """-> flags; what the recipe decides is None unless given. Exits with 2 on a mistake."""
     parser = Parser("finetune.py", __doc__)
     group = parser.add_argument_group("what is trained")
     group.add_argument("--task", choices=[*TASKS, "all"], required=True, help="all: GLUE, and each paper's own average")

@@ -89,8 +89,7 @@ class ObjectiveConfig:
 
     def sort_parts(self):
         """Parts in the order of corruption, whatever the spelling, and their weights with them."""
-        given = [part for name in self.objective.split("+") for part in ALIASES.get(name, name).split("+")]
-        names = parse_objective(self.objective)
+        given, names = spell_out(self.objective), parse_objective(self.objective)
         if self.loss_weights is not None:
             if len(self.loss_weights) != len(given) or not all(0 < w < math.inf for w in self.loss_weights):
                 raise ValueError(f"loss_weights {' '.join(f'{w:g}' for w in self.loss_weights)}: {'+'.join(given)} wants "
@@ -121,9 +120,14 @@ KINDS = {"sentence": ("nsp",), "token": ("mlm", "clm"), "position": ("pmlm", "pp
 ALIASES = {"taco": "mlm+tc"}
 
 
+def spell_out(objective: str) -> list[str]:
+    """'pplm+taco' -> ['pplm', 'mlm', 'tc']."""
+    return [part for name in objective.split("+") for part in ALIASES.get(name, name).split("+")]
+
+
 def parse_objective(objective: str) -> list[str]:
     """'pplm+mlm' -> ['mlm', 'pplm'], in the order of corruption. Raises ValueError, with the reason."""
-    names = [part for name in objective.split("+") for part in ALIASES.get(name, name).split("+")]
+    names = spell_out(objective)
     for name in names:
         if name not in OBJECTIVES:
             raise ValueError(f"unknown objective {name!r}; choose from {', '.join(OBJECTIVES)}, or a sum such as mlm+pplm")
@@ -240,6 +244,7 @@ class MLM(TokenObjective):
             raise ValueError(f"mask_rate {self.cfg.mask_rate} of {L - 2} tokens selects none: take a larger rate or longer rows")
 
     def corrupt(self, batch, generator):
+        """Edits tokens; adds mlm_slots, mlm_target, mlm_weight (B, k) and mlm_masked (B, L) bool."""
         original, eligible = batch["original"], batch["eligible"]
         starts = None if self.starts is None else self.starts[original] | ~eligible.roll(1, 1)      # after a special too
         slots, valid = select(eligible, self.cfg.mask_rate, generator, starts)
@@ -595,6 +600,7 @@ class TC(Objective):
         return encoder.tok(tokens) * encoder.pe.token_scale
 
     def loss(self, encoder, hidden, batch):
+        """P2 eq 6 to 8: cross-entropy of the positive among 1 + K candidates, mean over the anchors."""
         g = F.normalize((hidden - self.embedding(encoder, batch)).float(), dim=-1)  # (B, L, C)
         dtype = compute_dtype(hidden)       # under autocast: a quarter of the time of gathering float32
         candidates = F.embedding(batch["tc_candidates"], g.detach().flatten(0, 1).to(dtype))        # (B, L, 1 + K, C)
@@ -631,6 +637,7 @@ class NSP(Objective):
         self.dense, self.out = nn.Linear(C, C), nn.Linear(C, 2)
 
     def corrupt(self, batch, generator):
+        """Makes new rows, on which the objectives after it work; adds nsp_label and nsp_weight (B,)."""
         tokens = batch["original"]
         B, L = tokens.shape
         if B < 2:

@@ -301,6 +301,7 @@ def correlations(runs):
 
 
 def compare_runs(patterns, out_dir):        # --runs
+    """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps and losses of all."""
     folders = sorted({Path(path) for pattern in patterns for path in glob.glob(pattern) if (Path(path) / "ckpt.pt").exists()})
     runs, losses, root = [], {}, min((folder.parent for folder in folders), key=lambda parent: len(parent.parts), default=None)
     for folder in folders:

@@ -64,8 +64,8 @@ PRESETS = {
 STOP_EVERY = 10                         # steps between agreeing to stop, with several processes
 EVAL_ROWS, EVAL_BATCH = 512, 32         # validation: fixed rows, fixed corruption, the same for every run
 # Flags that do not alter what a run computes: they may change when it is resumed.
-FREE_FLAGS = {"resume", "init_from", "out_dir", "cache", "device", "dtype", "compile", "log_every", "eval_every", "keep_every",
-              "grad_accum"}             # 2 processes x 1 is 1 process x 2: their product is compared
+FREE_FLAGS = {"resume", "init_from", "init_embeddings", "out_dir", "cache", "device", "dtype", "compile", "log_every",
+              "eval_every", "keep_every", "grad_accum"}         # 2 processes x 1 is 1 process x 2: their product is compared
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -643,7 +643,8 @@ def set_up(args) -> Run:
     batches = Batches(corpus, args.block_size, args.seed, args.data_fraction)
     torch.manual_seed(args.seed)
     encoder = Encoder(EncoderConfig(vocab_size=corpus.vocab_size, **shape))
-    encoder.tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
+    tokenizer = encoding_arguments(corpus.tokenizer)
+    encoder.tokenizer = tiktoken.Encoding(**tokenizer)
     model = Pretraining(encoder, objective_config(args)).to(device)
     rows = min(args.batch_size, corpus.n_rows("val", args.block_size))
     if rows < model.min_rows:
@@ -651,7 +652,7 @@ def set_up(args) -> Run:
                          f"rows to validate on; here it is {rows}")
     encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
     meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
-            "tokenizer": encoding_arguments(corpus.tokenizer), "tokenizer_hash": corpus.meta["tokenizer_hash"],
+            "tokenizer": tokenizer, "tokenizer_hash": corpus.meta["tokenizer_hash"],
             "n_micro": args.grad_accum * world, "git": git_commit(),
             "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__}}
     run = Run(args, rank, world, device, dtype, folder, corpus, batches, model, Updater(model, args, dtype), meta)

@@ -2,6 +2,7 @@
 
     python results/tables.py                            # print the tables, draw the pictures
     python results/tables.py collect schemes out/*      # run folders -> results/schemes.jsonl, a row a run
+    python results/tables.py probes out/probe/probe.json                    # of probe.py --runs -> results/probe.json
     python results/tables.py scores 'mlm, demo' out/run/results.jsonl       # fine-tuning rows -> results/finetune.jsonl
 
 schemes.jsonl, objectives.jsonl   pre-training runs
@@ -45,6 +46,13 @@ def scores(name, file):
     rows += [{**json.loads(line), "from": name} for line in Path(file).read_text().splitlines()]
     rows = [{key: value for key, value in row.items() if key != "ckpt"} for row in rows]
     (HERE / "finetune.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def probes(file):
+    """probe.json of probe.py --runs, less its pictures and what names a folder."""
+    found = json.loads(Path(file).read_text())["runs"]
+    rows = [{key: value for key, value in run.items() if key not in ("indicators", "args", "scores")} for run in found]
+    (HERE / "probe.json").write_text(json.dumps({"runs": rows}, indent=0))
 
 
 def by_scheme(objective):
@@ -141,6 +149,8 @@ def draw_pplm():
 if __name__ == "__main__":
     if sys.argv[1:2] == ["collect"]:
         collect(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:2] == ["probes"]:
+        probes(sys.argv[2])
     elif sys.argv[1:2] == ["scores"]:
         scores(*sys.argv[2:])
     else:
