@@ -36,6 +36,7 @@ import sys
 import sysconfig
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ BPE_SAMPLE = 50_000_000         # characters of text that the BPE is trained on
 SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare2]", "[spare3]")
 PIECE = 100_000                 # characters given to the tokenizer at once: bounds memory for endless lines
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
-GROUP = 2_000_000               # characters of all documents that are tokenised together
+AHEAD = 2_000_000               # characters that are read ahead of the tokenizer: bounds memory for small documents
 BOOKS_ROWS = 1000               # BookCorpus mirrors hold a sentence a row: this many make a document
 
 
@@ -478,18 +479,14 @@ def tokenize(source, parts, state, folder, dataset):
     bar = tqdm(total=sum(size for _, size in parts) or None, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}")
     every_text = (text for documents, _ in parts for text in documents())
     with bar, files["train"], files["val"], removed(*aside.values()):
-        for group in groups(text for text in every_text if text.strip()):
-            cut = [list(pieces(text)) for text in group]
-            ids = iter(encoding.encode_ordinary_batch([p for text in cut for p in text], num_threads=os.cpu_count() or 1))
-            for text, text_pieces in zip(group, cut):
-                document += 1
-                split = "val" if document % source.val_every == 1 else "train"      # the second one already is
-                stream = [i for _ in text_pieces for i in next(ids)] + [sep]
-                np.asarray(stream, dtype).tofile(files[split])
-                counts[split] += len(stream)
-                example = example or stream[:24]
-                bar.update(len(text.encode("utf-8", "replace")))
-                n_bytes += len(text)
+        for document, (text, ids) in enumerate(encoded((text for text in every_text if text.strip()), encoding)):
+            split = "val" if document % source.val_every == 1 else "train"      # the second one already is
+            stream = np.fromiter(itertools.chain(*ids, [sep]), dtype)
+            stream.tofile(files[split])
+            counts[split] += len(stream)
+            example = stream[:24].tolist() if document == 0 else example
+            bar.update(len(text.encode("utf-8", "replace")))
+            n_bytes += len(text)
         if min(counts.values()) == 0:
             raise ValueError(f"{dataset}: {document + 1} documents with text in it; at least 2 are needed, one to train on "
                              "and one to validate on")
@@ -504,17 +501,18 @@ def tokenize(source, parts, state, folder, dataset):
     print(f"the first ones: {encoding.decode(example)!r}")
 
 
-def groups(texts):
-    """Lists of texts with about GROUP characters together: enough for every thread, and it bounds the memory."""
-    group, size = [], 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
-        if size >= GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+def encoded(texts, encoding):
+    """(text, the ids of its pieces) in order. While all cores encode, the next texts are read and decompressed."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        waiting, size = collections.deque(), 0
+        for text in itertools.chain(texts, [None]):             # None: the end
+            if text is not None:
+                waiting.append((text, [pool.submit(encoding.encode_ordinary, piece) for piece in pieces(text)]))
+                size += len(text)
+            while waiting and (size > AHEAD or text is None):
+                first, jobs = waiting.popleft()
+                size -= len(first)
+                yield first, [job.result() for job in jobs]
 
 
 @contextmanager

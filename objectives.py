@@ -321,27 +321,33 @@ class PairHead(nn.Module):
         return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)
 
 
-# How a pair's logits (N, n_class) are held against its class (N,): -> losses (N,), predicted classes (N,). A class is
-# an offset plus L - 1, so their distance is that of the offsets.
+# How a pair's logits (N, n_class) are held against its class (N,): -> losses (N,), and which class they name (N,). A class
+# is an offset plus L - 1, so the distance of two classes is that of their offsets.
 
 def cross_entropy(logits, label, L):
-    return F.cross_entropy(logits, label, reduction="none"), logits.argmax(-1)
+    return F.cross_entropy(logits, label, reduction="none")
 
 
 def wasserstein(logits, label, L):
     """W1 between the predicted distribution and the one true offset: sum_c p_c |c - y|."""
     distance = (torch.arange(2 * L - 1, device=label.device) - label[:, None]).abs()        # (N, 2L-1)
-    return (logits.softmax(-1) * distance).sum(-1), logits.argmax(-1)
+    return (logits.softmax(-1) * distance).sum(-1)
 
 
 def smooth_l1(logits, label, L):
     """One number a pair, the offset as a share of L; quadratic within one place."""
-    offset = logits[:, 0]
-    loss = F.smooth_l1_loss(offset, (label - (L - 1)) / L, beta=1 / L, reduction="none")
-    return loss, (offset * L).round().long() + L - 1
+    return F.smooth_l1_loss(logits[:, 0], (label - (L - 1)) / L, beta=1 / L, reduction="none")
 
 
-PAIR_LOSSES = {"ce": cross_entropy, "wasserstein": wasserstein, "smooth_l1": smooth_l1}
+def likeliest(logits, L):
+    return logits.argmax(-1)
+
+
+def nearest(logits, L):
+    return (logits[:, 0] * L).round().long() + L - 1
+
+
+PAIR_LOSSES = {"ce": (cross_entropy, likeliest), "wasserstein": (wasserstein, likeliest), "smooth_l1": (smooth_l1, nearest)}
 
 
 class PPLM(Objective):
@@ -415,10 +421,10 @@ class PPLM(Objective):
         weight = (eligible[:, mine, None] & eligible[:, None] & (i != place)
                   & self.scored(touched[:, mine, None], touched[:, None])).float()  # (B, r, n)
         label = self.label(true, pos[:, None] - pos[:, mine, None]).expand_as(weight)
-        logits = self.head.psi(s[:, mine]).float()                                  # (B, r, n, n_class)
-        measure = PAIR_LOSSES[self.cfg.pair_loss]
-        loss, predicted = (x.view_as(weight) for x in measure(logits.flatten(0, 2), label.flatten(), self.L))
-        right = 0 * weight if self.training else weight * (predicted == label)
+        logits = self.head.psi(s[:, mine]).float().flatten(0, 2)                    # (B r n, n_class)
+        measure, predict = PAIR_LOSSES[self.cfg.pair_loss]
+        loss = measure(logits, label.flatten(), self.L).view_as(weight)
+        right = 0 * weight if self.training else weight * (predict(logits, self.L).view_as(weight) == label)
         return torch.stack(((loss * weight).sum(), right.sum(), weight.sum()))
 
     def baselines(self, L, unigram):
