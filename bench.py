@@ -61,7 +61,7 @@ SWEEP = (128, 256, 512, 1024, 2048)     # rows of so many tokens
 
 
 class FullMLM(MLM):
-    """mlm_full: one softmax over the vocabulary at every token, what P0 holds pplm's cost against.
+    """mlm_full: one softmax over the vocabulary at every token: what P0's cost argument is about, at its dearest.
 
     Not --mlm_on all, which scores masked and other tokens in two passes, nor clm, whose attention has a mask.
     """

@@ -129,7 +129,7 @@ def squad(version, repo):
 
 NLI, RTE, PAIR = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment"), ("sentence1", "sentence2")
 TASKS = {
-    # P0 reports accuracy on CoLA, the others Matthews: both, always.
+    # GLUE scores CoLA by Matthews, P0 reports accuracy: both, always.
     "cola": Task("CoLA", (3,), ("sentence",), metrics={"matthews": pearson, **ACCURACY}, label=1),
     "sst2": Task("SST-2", ("sentence",), ("sentence",)),
     "mrpc": Task("MRPC", ("#1 String", "#2 String"), PAIR, metrics=F1, label="Quality"),
@@ -499,7 +499,8 @@ def read_start(source, cache, tuned_on=None):
             raise ValueError(f"{source} is no model fine-tuned on {tuned_on}; python finetune.py --task {tuned_on} makes one")
         return {**start, "source": source + (f" ({start['task']})" if "task" in start else "")}
     if glob.glob("out/*/ckpt.pt"):
-        return {**read_checkpoint(newest_run()), "model": {}, "step": 0, "source": f"scratch, shaped like {newest_run()}"}
+        run = newest_run()
+        return {**read_checkpoint(run), "model": {}, "step": 0, "source": f"scratch, shaped like {run}"}
     corpus = prepare("docs", "bpe", cache)
     return {"config": asdict(EncoderConfig(vocab_size=corpus.vocab_size)), "tokenizer": encoding_arguments(corpus.tokenizer),
             "tokenizer_hash": corpus.meta["tokenizer_hash"], "model": {}, "source": "scratch, demo"}
@@ -887,6 +888,8 @@ def main(argv=None):
             print("not compiled: no compiler here")
         if args.predict_text:
             return predict_text(args, machine)
+        if not (args.ckpt or args.eval_only):
+            args.ckpt = newest_run()        # once: another run may save while this one goes through its tasks
         folder = Path(home(args))
         folder.mkdir(parents=True, exist_ok=True)
     with one_line_failures("lower --batch_size or --length"):

@@ -24,7 +24,7 @@ abs+t5, bert_r      P1 eq 5         embed bias
 bert_ad             P1 sec 4.3      edit_qk    (q_i + p_i U_Q) . (k_j + p_j U_K) / sqrt(4D)
 tupe_a              P1 eq 10        bias       content/sqrt(2D) + reset(p_i U_Q . p_j U_K / sqrt(2D))
 tupe_r              P1 eq 11        bias       content/sqrt(2D) + reset(p_i U_Q . p_j U_K / sqrt(2D) + t5)
-tupe_a_tie_cls, tupe_r_tie_cls  P1 4.3  bias   without the reset of [CLS]
+tupe_a_tie_cls, tupe_r_tie_cls  P1 4.3  bias   without the reset of [CLS] (P1 has the first)
 t5_untie_cls        P1 sec 3.2      bias       reset(t5)
 bert_r_untie_cls    P1 sec 3.2      embed bias abs + reset(t5)
 tupe_a_free         P1 sec 5        bias       reset(a free table M_h[i, j]) (a failed attempt)
@@ -797,15 +797,16 @@ def warm_start(module, checkpoint, path) -> dict:
     if new_len < old_len:
         raise ValueError(f"{path} has rows of {old_len}; --block_size {new_len} would cut them: take at least {old_len}")
     done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
+    more = new_len - old_len
     for key, fresh in own.items():
-        if key not in given:
-            done["new"].append(key)
-        elif given[key].shape == fresh.shape:
+        if key in given and given[key].shape == fresh.shape:
             fresh.copy_(given[key])
             done["loaded"].append(key)
-        else:
+        elif key in given and more and all(n - o in (0, more, 2 * more) for o, n in zip(given[key].shape, fresh.shape)):
             grow(fresh, given[key], old_len, new_len)
             done["grown"].append(key)
+        else:                               # not there, or a head with other classes
+            done["new"].append(key)
     return done
 
 

@@ -64,7 +64,7 @@ class ObjectiveConfig:
     mlm_on: str = "masked"              # or all: also the mean over the tokens that were not selected (P2's MLM+TP)
     pos_rate: float = 0.60              # share of positions hidden or permuted (P0)
     pair_loss: str = "ce"               # or wasserstein, smooth_l1 (P0's future work)
-    pair_scores: str = "total"          # or content: without positional terms (P0's formula read literally)
+    pair_scores: str = "total"          # or content: without positional terms (P0's formula, scaled)
     pair_head: str = "mlp"              # or linear
     tc_on: str = "all"                  # or masked, unmasked: which tokens are anchors (P2's concentrated TACO: masked)
     tc_embedding: str = "input"         # or original, input_layer: what is subtracted from the hidden state
@@ -485,7 +485,8 @@ def position_baselines(L, rate) -> dict:
     some_moved  pplm_some: which places moved
     binary      pplm_binary: how often the given offset is the true one
     Below copy, tokens are being read; below moved, free_slots and some_moved, order is known. All but prior are
-    averages over random pairs of places: exact to about .003.
+    averages over random pairs of places: exact to about .003. In a row with an inner [SEP] fewer tokens share the same k
+    slots: there binary is .012 too high and copy .01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
     k, samples = round(rate * n), min(4000, 2 ** 19 // L)       # seconds, whatever L

@@ -277,7 +277,7 @@ def read_run(folder, name):
 def comparable(results, steps):
     """Rows of results.jsonl that say what the run's last checkpoint is good for, by each task's last settings: no other
     checkpoint, no second evaluation, no frozen encoder, no start from a fine-tuned model."""
-    kept = [r for r in results if not (r.get("eval_only") or r.get("probe") or r["ckpt"].endswith(")"))
+    kept = [r for r in results if not (r.get("eval_only") or r.get("probe") or r["ckpt"] == "bow" or r["ckpt"].endswith(")"))
             and r.get("step", steps) == steps]
     settings = {r["task"]: [r.get(key) for key in ("recipe", "epochs", "n_train", "length")] for r in kept}
     return [r for r in kept if [r.get(key) for key in ("recipe", "epochs", "n_train", "length")] == settings[r["task"]]]
@@ -415,8 +415,11 @@ def shuffled(model, text, seed):
     """Shuffle (or hide) 60% of a sentence's positions, as in training -> objective, n words, pos (1, L), hidden (1, L, C)."""
     encoder, ids = model.encoder, model.encoder.tokenizer.encode_ordinary(text)
     objective = next(model.objectives[name] for name in model.names if name in KINDS["position"])
-    batch = new_batch(row(ids, encoder.config), encoder.config.vocab_size)
-    objective.corrupt(batch, stream("cpu", seed, "probe"))
+    objective.check(len(ids) + 2)
+    batch, moved = new_batch(row(ids, encoder.config), encoder.config.vocab_size), False
+    while not moved:                        # of a short text all may stay where they are
+        objective.corrupt(batch, stream("cpu", seed, "probe"))
+        moved, seed = (batch["pos"] != torch.arange(len(ids) + 2)).any(), seed + 1
     return objective, [encoder.tokenizer.decode([i]) for i in ids], batch["pos"], encoder(batch["tokens"], batch["pos"])
 
 

@@ -1590,9 +1590,26 @@ def test_schedule():
 
 @pytest.mark.parametrize("card, built, runs", [
     ((7, 0), ["sm_70", "sm_80"], True), ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False), ((8, 6), ["sm_80"], True),
-    ((9, 0), ["sm_80", "sm_90a"], True), ((12, 0), ["sm_80", "compute_90"], True), ((12, 0), ["sm_80", "sm_90"], False)])
+    ((9, 0), ["sm_80", "sm_90a"], True), ((12, 0), ["sm_80", "compute_90"], True), ((12, 0), ["sm_80", "sm_90"], False),
+    ((9, 0), ["gfx90a", "gfx942"], True)])
 def test_a_card_without_kernels_is_noticed(card, built, runs):
     assert train.has_kernels(*card, built) is runs
+
+
+def test_more_processes_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="finds 2 GPUs"):
+        train.pick_device("cuda")
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("Tesla V100-SXM2-16GB", 125e12), ("Tesla V100-PCIE-16GB", 112e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A10G", None),
+    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None)])
+def test_peak_of_a_card(name, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert train.peak_flops(torch.device("cuda")) == expected
 
 
 def test_each_part_is_set_beside_its_own_baselines():
@@ -2077,6 +2094,17 @@ def test_warm_start_swaps_the_scheme():
     done = model_module.warm_start(pretraining("pplm", "t5"), saved(old), "run")
     assert "encoder.pe.parts.abs.table.weight" in done["dropped"] and "encoder.pe.parts.t5.table.weight" in done["new"]
     assert any(key.startswith("objectives.mlm") for key in done["dropped"])
+
+
+@pytest.mark.parametrize("L", [12, 20])
+def test_warm_start_with_other_classes(L):
+    """A head of other classes starts fresh; nothing of it is copied to where it would mean something else."""
+    for old, new in (({}, dict(pair_loss="smooth_l1")), (dict(pair_loss="smooth_l1"), {})):
+        trained, fresh = pretraining("pplm", L=12, **old), pretraining("pplm", L=L, **new)
+        before = {key: value.clone() for key, value in fresh.state_dict().items()}
+        done = model_module.warm_start(fresh, saved(trained), "run")
+        assert done["new"] == [f"objectives.pplm.head.psi.2.{kind}" for kind in ("weight", "bias")]
+        assert all(torch.equal(fresh.state_dict()[key], before[key]) for key in done["new"])
 
 
 def test_warm_start_refuses_other_shapes():
@@ -2685,6 +2713,14 @@ def test_every_kept_checkpoint_is_scored_in_order(at_run, tmp_path, capsys):
     assert finetune.home(finetune_args("--ckpt", "out/run/ckpt_*.pt")) == "out/run" == finetune.home(finetune_args())
 
 
+def test_the_newest_run_is_looked_up_once(at_run, tmp_path, monkeypatch):
+    """Another run may save while this one goes through its tasks."""
+    seen = []
+    monkeypatch.setattr(finetune, "run_tasks", lambda args, *_: seen.append(args.ckpt))
+    finetune.main(["--task", "all", "--device", "cpu", "--out_dir", str(tmp_path)])
+    assert seen == [finetune.newest_run()]
+
+
 def test_missing_weights_are_not_made_up(at_run):
     start = finetune.read_start("out/run", "")
     del start["model"]["encoder.blocks.0.fc1.weight"]
@@ -3073,6 +3109,8 @@ def test_who_moved_with_a_perfect_model(probed, monkeypatch):
     rows, auc = probe.who_moved(model, "the quick brown fox jumps over a dog")
     assert auc == 1 and {moved for _, moved, _ in rows} == {True, False}
     assert "".join(word for word, _, _ in rows) == "the quick brown fox jumps over a dog"
+    short = next(text for n in range(2, 12) if len(model.encoder.tokenizer.encode_ordinary(text := " dog" * n)) == 5)
+    assert {moved for _, moved, _ in probe.who_moved(model, short)[0]} == {True, False}, "the first shuffle moves none of 5"
     assert all(share < 1e-6 for _, moved, share in rows if moved) and all(share > 0 for _, moved, share in rows if not moved)
 
 
@@ -3147,8 +3185,9 @@ def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
 
 def test_only_comparable_scores_count():
     row = dict(task="rte", step=9, ckpt="out/run", recipe="electra", epochs=3, n_train=9, length=64)
-    others = [dict(row, step=5), dict(row, eval_only=True), dict(row, probe=True), dict(row, ckpt="finetuned-mnli.pt (mnli)")]
-    assert probe.comparable([*others, row, row], 9) == [row, row]
+    others = [dict(row, step=5), dict(row, eval_only=True), dict(row, probe=True), dict(row, ckpt="finetuned-mnli.pt (mnli)"),
+              dict(task="rte", ckpt="bow", n_train=9)]
+    assert probe.comparable([row, row, *others], 9) == [row, row]
     assert probe.comparable([row, dict(row, epochs=1)], 9) == [dict(row, epochs=1)], "the last settings"
 
 

@@ -61,7 +61,7 @@ PRESETS = {
     "base": dict(n_layer=12, d_model=768, n_head=12, d_ff=3072, block_size=512, batch_size=32, grad_accum=8, lr=1e-4,
                  warmup=10_000, steps=1_000_000, mask_rate=.15, **BERT, **WEB),
 }
-STOP_EVERY = 10                         # steps between agreeing to stop, with several processes
+STOP_EVERY = 10                         # micro-batches between agreeing to stop, with several processes
 EVAL_ROWS, EVAL_BATCH = 512, 32         # validation: fixed rows, fixed corruption, the same for every run
 # Flags that do not alter what a run computes: they may change when it is resumed.
 FREE_FLAGS = {"resume", "init_from", "init_embeddings", "out_dir", "cache", "device", "dtype", "compile", "log_every",
@@ -209,6 +209,8 @@ def pick_device(name):
     if name != "cuda":
         return torch.device(name)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.index >= (n := torch.cuda.device_count()):
+        raise ValueError(f"process {device.index + 1} of this machine finds {n} GPUs: --nproc_per_node {n} at most")
     torch.cuda.set_device(device)
     major, minor = torch.cuda.get_device_capability()
     if not has_kernels(major, minor, torch.cuda.get_arch_list()):
@@ -228,7 +230,7 @@ def has_kernels(major, minor, built):
             kind, a, b = found[1], int(found[2]), int(found[3])
             if (a == major and b <= minor) or (kind == "compute" and (a, b) <= (major, minor)):
                 return True
-    return not built
+    return not any(arch.startswith(("sm", "compute")) for arch in built)      # ROCm names its cards otherwise
 
 
 def pick_dtype(device, name):
@@ -271,8 +273,9 @@ def keep_memory():
 
 def peak_flops(device):
     """Dense 16-bit matrix operations a second by the vendor's sheet; None where unknown, so that MFU is absent, not wrong."""
-    table = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12, "V100": 125e12,
-             "A10": 125e12, "L4": 121e12, "T4": 65e12}
+    table = {"Laptop": None, "Ti": None, "4090 D": None, "H100 PCIe": 756e12, "H100 NVL": 835e12, "V100 PCIE": 112e12,
+             "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12, "V100": 125e12,
+             "A10": 125e12, "L4": 121e12, "T4": 65e12}         # the first that fits
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for key, flops in table.items() if re.search(rf"\b{key}\b", name.replace("-", " "))), None)
 
@@ -705,8 +708,10 @@ def update(run, step):
     args, sums = run.args, {}
     for accum in range(args.grad_accum):
         micro = accum * run.world + run.rank
-        tokens = torch.from_numpy(run.batches(step * run.n_micro + micro, args.batch_size)).to(run.device, non_blocking=True)
-        batch = run.model.corrupt(tokens, args.seed, step, micro)
+        tokens = torch.from_numpy(run.batches(step * run.n_micro + micro, args.batch_size))
+        if run.device.type == "cuda":
+            tokens = tokens.pin_memory().to(run.device, non_blocking=True)      # a copy from other memory would wait
+        batch = run.model.corrupt(tokens.to(run.device), args.seed, step, micro)
         torch.manual_seed(stream("cpu", args.seed, step, micro, "dropout").initial_seed())
         last = accum == args.grad_accum - 1
         with contextlib.nullcontext() if last or run.world == 1 else run.net.no_sync():
@@ -722,6 +727,7 @@ def update(run, step):
 def train(run):
     """The loop: update, now and then a log line, validation and a checkpoint."""
     args, step, signals = run.args, run.step, Signals()
+    agree_every = max(1, STOP_EVERY // args.grad_accum)         # torchrun kills 30 s after its SIGTERM
     sums, since, began = {}, step, time.perf_counter()
     bar = tqdm(total=args.steps, initial=step, unit="step", disable=None if run.rank == 0 else True, leave=False)
     run.model.train()
@@ -733,7 +739,7 @@ def train(run):
         at_eval = step % args.eval_every == 0 or step == args.steps
         keep = args.keep_every and step % args.keep_every == 0
         # One process stops at once; several have to agree, at a step that all of them reach.
-        leave = signals.received if run.world == 1 else step % STOP_EVERY == 0 and agree(signals.received, run.device)
+        leave = signals.received if run.world == 1 else step % agree_every == 0 and agree(signals.received, run.device)
         if step % args.log_every == 0 or at_eval or keep or leave:
             means = {name: float(value) / (step - since) for name, value in sums.items()}       # here the host waits
             run.updater.check(step, [*run.log.losses, means["loss"]])
@@ -742,6 +748,8 @@ def train(run):
                 save(run.folder, step, run.model, run.updater, run.meta, keep)
                 run.saved = step
             if leave:
+                if run.world > 1:
+                    dist.barrier()          # torchrun ends them all when one has left, and rank 0 may still be saving
                 run.say(f"stopped at step {step}, saved in {run.folder}; go on with the same command and --resume")
                 sys.exit(128 + leave)
             sums.clear()

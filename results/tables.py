@@ -3,10 +3,11 @@
     python results/tables.py                            # print the tables, draw the pictures
     python results/tables.py collect schemes out/*      # run folders -> results/schemes.jsonl, a row a run
     python results/tables.py probes out/probe/probe.json                    # of probe.py --runs -> results/probe.json
-    python results/tables.py scores 'mlm, demo' out/run/results.jsonl       # fine-tuning rows -> results/finetune.jsonl
+    python results/tables.py scores finetune 'mlm, demo' out/run/results.jsonl      # fine-tuning rows -> results/finetune.jsonl
 
 schemes.jsonl, objectives.jsonl   pre-training runs
-finetune.jsonl                    fine-tuning runs (results.jsonl of run folders), with what they started from
+claims.jsonl                      pre-training runs behind P0's table 1 and P1's order, with their validation curves
+finetune.jsonl, claims_finetune.jsonl   fine-tuning runs (results.jsonl of run folders), with what they started from
 probe.json                        probe.py --runs, pictures left out
 bench*.json                       bench.py --json
 pplm.jsonl                        the log of the run in the README's figure
@@ -18,7 +19,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-KEPT = ("pe", "objective", "preset", "seed", "steps", "lr", "block_size", "batch_size")
+KEPT = ("pe", "objective", "preset", "seed", "steps", "lr", "block_size", "batch_size", "mask_rate", "pair_loss", "pair_scores")
+PAPER_P0 = {"mlm": (.614, .597), "pmlm": (.618, .612), "pplm": (.617, .626), "pplm_some": (.618, .590),
+            "pplm_binary": (.607, .595)}         # its table 1: CoLA accuracy, MNLI accuracy
 
 
 def read(name):
@@ -31,21 +34,24 @@ def collect(name, folders):
     rows = []
     for folder in map(Path, folders):
         first, *lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        last = [line for line in lines if "val_loss" in line][-1]
+        curve = [line for line in lines if "val_loss" in line]
+        last = curve[-1]
         rows.append({**{key: first["args"][key] for key in KEPT}, "trained_steps": last["step"], "loss": last["loss"],
                      **{key: value for key, value in last.items() if key.startswith("val_")}, "baselines": first["baselines"],
                      "data": first["data"]["source"].get("hash") or first["data"]["source"].get("files"),
-                     "tokens": first["data"]["tokens"]["train"], "torch": first["versions"]["torch"]})
+                     "tokens": first["data"]["tokens"]["train"], "torch": first["versions"]["torch"],
+                     "ms_per_step": round(statistics.median(line["ms_per_step"] for line in lines)),
+                     "curve": [[line["step"], round(line["val_loss"], 4)] for line in curve]})
     (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows -> results/{name}.jsonl")
 
 
-def scores(name, file):
+def scores(into, name, file):
     """Rows of a results.jsonl, with a name for what they started from instead of a path; those of the same name are replaced."""
-    rows = [row for row in read("finetune.jsonl") if row["from"] != name]
+    rows = [row for row in read(f"{into}.jsonl") if row["from"] != name]
     rows += [{**json.loads(line), "from": name} for line in Path(file).read_text().splitlines()]
     rows = [{key: value for key, value in row.items() if key != "ckpt"} for row in rows]
-    (HERE / "finetune.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (HERE / f"{into}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def probes(file):
@@ -83,23 +89,28 @@ def scheme_tables():
         print(f"| `{pe}` | {added} | {ratio} | {statistics.median(losses):.3f}{spread} | {ordered} |")
 
 
+def beside_baselines(row):
+    """A run's losses, the lowest baseline that each has passed with the next one, and its accuracies, as three texts."""
+    parts = row["objective"].split("+")
+    losses = [row.get(f"val_{part}", row["val_loss"]) for part in parts]
+    notes, right = [], []
+    for part, loss in zip(parts, losses):
+        own = sorted((value, key.split(".")[-1]) for key, value in row["baselines"].items()
+                     if "." not in key or key.startswith(f"{part}."))
+        passed, missed = [x for x in own if loss < x[0]], [x for x in own if loss >= x[0]]
+        text = [f"{passed[0][0] - loss:.3f} below `{passed[0][1]}` ({passed[0][0]:.3f})"] if passed else []
+        text += [f"{loss - missed[-1][0]:.3f} above `{missed[-1][1]}`"] if missed else []
+        notes.append((f"{part}: " if len(parts) > 1 else "") + ", ".join(text))
+        right += [f"{row[key]:.3f}"] if (key := f"val_{part}_accuracy") in row else []
+    return ", ".join(f"{x:.3f}" for x in losses), "; ".join(notes), ", ".join(right)
+
+
 def objective_table():
-    """Each objective beside its own baselines: the lowest that its validation loss has passed, and the next one."""
+    """Each objective beside its own baselines."""
     print("\n| objective | pe | steps | lr | validation loss | beside its baselines | accuracy |\n" + 7 * "|---" + "|")
     for row in sorted(read("objectives.jsonl"), key=lambda row: (row["objective"], row["pe"], row["steps"], -row["lr"])):
-        parts = row["objective"].split("+")
-        losses = [row.get(f"val_{part}", row["val_loss"]) for part in parts]
-        notes, right = [], []
-        for part, loss in zip(parts, losses):
-            own = sorted((value, key.split(".")[-1]) for key, value in row["baselines"].items()
-                         if "." not in key or key.startswith(f"{part}."))
-            passed, missed = [x for x in own if loss < x[0]], [x for x in own if loss >= x[0]]
-            text = [f"{passed[0][0] - loss:.3f} below `{passed[0][1]}` ({passed[0][0]:.3f})"] if passed else []
-            text += [f"{loss - missed[-1][0]:.3f} above `{missed[-1][1]}`"] if missed else []
-            notes.append((f"{part}: " if len(parts) > 1 else "") + ", ".join(text))
-            right += [f"{row[key]:.3f}"] if (key := f"val_{part}_accuracy") in row else []
         print(f"| `{row['objective']}` | `{row['pe']}` | {row['steps']:,} | {row['lr']:.0e} | "
-              f"{', '.join(f'{x:.3f}' for x in losses)} | {'; '.join(notes)} | {', '.join(right)} |")
+              + " | ".join(beside_baselines(row)) + " |")
 
 
 def finetune_table():
@@ -113,6 +124,54 @@ def finetune_table():
             constant = rows[0].get("constant", {"accuracy": rows[0]["majority"]}).get(metric, 0.0)
             print(f"| {task} | {source} | {metric} | {statistics.median(values):.3f} | {min(values):.3f} - {max(values):.3f} | "
                   f"{constant:.3f} | {len(rows)} | {statistics.mean(row['seconds'] for row in rows):.0f} |")
+
+
+def p0_table():
+    """P0's table 1 at this size: what each pre-training reached, and what its fine-tuning scores beside the paper's."""
+    tuned = {}
+    for row in read("claims_finetune.jsonl"):
+        for metric, value in row["metrics"].items():
+            tuned.setdefault((row["from"], row["task"], metric), []).append(value)
+    columns = [("cola", "matthews"), ("cola", "accuracy"), ("mnli", "accuracy"), ("mrpc", "accuracy"), ("rte", "accuracy")]
+    print("\n| pre-training | " + " | ".join(f"{task}, {metric}" for task, metric in columns) + " | paper: CoLA, MNLI |")
+    print((len(columns) + 2) * "|---" + "|")
+    for source in dict.fromkeys(row["from"] for row in read("claims_finetune.jsonl")):
+        cells = [tuned.get((source, *column), []) for column in columns]
+        shown = [f"{statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})" if x else "" for x in cells]
+        paper = ", ".join(f"{x:.3f}" for x in PAPER_P0.get(source, ()))
+        print(f"| {source} | " + " | ".join(shown) + f" | {paper} |")
+
+
+def claim_tables():
+    """The pre-training runs behind the claims: position objectives beside their baselines, then mlm scheme by scheme."""
+    print("\n| objective | pe | flags | validation loss | beside its baselines | accuracy | s a step |\n" + 7 * "|---" + "|")
+    for row in read("claims.jsonl"):
+        flags = ", ".join([str(row[key]) for key in ("pair_loss", "pair_scores") if row[key] not in ("ce", "total")]
+                          + [f"seed {row['seed']}"] * (row["seed"] != 1337))
+        print(f"| `{row['objective']}` | `{row['pe']}` | {flags} | " + " | ".join(beside_baselines(row))
+              + f" | {row['ms_per_step'] / 1e3:.2f} |")
+
+
+def draw_claims():
+    """P1 fig 4a: mlm's validation loss against steps, scheme by scheme; a line a seed."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = [row for row in read("claims.jsonl") if row["objective"] == "mlm"]
+    names = list(dict.fromkeys(row["pe"] for row in rows))
+    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=130)
+    colours = dict(zip(names, ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")))
+    for row in rows:
+        first = row is next(other for other in rows if other["pe"] == row["pe"])
+        axes.plot(*zip(*row["curve"]), marker="o", ms=3, lw=1.4 if first else 0.8, ls="-" if first else "--",
+                  color=colours[row["pe"]], label=row["pe"] if first else None)
+    axes.axhline(rows[0]["baselines"]["unigram"], color="grey", lw=0.8, ls=":")
+    axes.set(xlabel="step", ylabel="mlm (30%): validation loss, nats")
+    axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(HERE / "p1_order.png")
 
 
 def probe_table():
@@ -157,6 +216,8 @@ if __name__ == "__main__":
         scheme_tables()
         objective_table()
         finetune_table()
+        p0_table()
+        claim_tables()
         probe_table()
-        if read("pplm.jsonl"):
-            draw_pplm()
+        draw_pplm()
+        draw_claims()
