@@ -492,6 +492,7 @@ class PositionalScheme(nn.Module):
         self.scale = (max(p.scale_terms for p in self.parts.values()) * cfg.d_head) ** -0.5
         self.token_scale = cfg.d_model ** 0.5 if any(p.scale_tokens for p in self.parts.values()) else 1.0
         self.hidden_ok = all(p.hidden_ok for p in self.parts.values())
+        self.in_logits = any(set(used_hooks(type(p))) - {"embed"} for p in self.parts.values())    # or at the input alone?
 
     def call(self, hook, *args):
         """The hook of the one part that has it, else None."""

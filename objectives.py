@@ -698,6 +698,9 @@ class Pretraining(nn.Module):
             if objective.hides_positions and not encoder.pe.hidden_ok:
                 raise ValueError(f"objective {cfg.objective} hides positions, and pe {encoder.config.pe} has no way to "
                                  "say 'unknown': take another pe")
+        if cfg.pair_scores == "content" and not encoder.pe.in_logits:
+            raise ValueError(f"pair_scores content leaves out what the scheme adds to attention logits: pe {encoder.config.pe} "
+                             "adds nothing there")
 
     def corrupt(self, tokens, *key) -> dict:
         """Clean rows (B, L) -> a corrupted batch, a pure function of (tokens, key)."""

@@ -1244,6 +1244,19 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
     torch.testing.assert_close(model(batch)[0], expected, check_dtype=False, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("pe, differs", [("abs", None), ("none", None), ("t5", True), ("rope", True), ("abs+rel_k", True)])
+def test_content_scores_leave_positions_out(pe, differs):
+    """Where a scheme adds nothing to the logits there is nothing to leave out, and that is said."""
+    if not differs:
+        with pytest.raises(ValueError, match="adds nothing there"):
+            pretraining("pplm", pe, pair_scores="content")
+        return
+    total, content = pretraining("pplm", pe), pretraining("pplm", pe, pair_scores="content")
+    content.load_state_dict(total.state_dict(), strict=False)
+    batch = total.corrupt(packed_rows(), 1)
+    assert not torch.allclose(total(batch)[0], content(batch)[0], rtol=0, atol=1e-6)
+
+
 def test_wasserstein_equals_scipy():
     stats = pytest.importorskip("scipy.stats")
     logits, label = torch.randn(9, 15, dtype=torch.double), torch.randint(15, (9,))
