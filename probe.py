@@ -97,13 +97,18 @@ def probe_words(encoder, n=300):
     return torch.from_numpy(np.random.default_rng(0).permutation(words if len(words) >= n else ids)[:n])
 
 
+def identical_words(encoder, words):
+    """(n,) ids -> rows [CLS] w .. w [SEP], at most 16 at a time: (n, L) each."""
+    rows = words[:, None].repeat(1, min(SHOWN, encoder.config.max_len))
+    rows[:, 0], rows[:, -1] = encoder.config.cls_id, encoder.config.sep_id
+    return rows.split(16)
+
+
 @torch.no_grad()
 def identical_word_maps(encoder, words, causal=False):
     """P3 sec 4.2: layer 1's logits and probabilities for rows [CLS] w .. w [SEP], means over w -> 2 float64 arrays (H, L, L)."""
-    cfg, logits, A = encoder.config, 0, 0
-    for chunk in words.split(16):
-        tokens = chunk[:, None].repeat(1, min(SHOWN, cfg.max_len))                  # (n, L)
-        tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
+    logits, A = 0, 0
+    for tokens in identical_words(encoder, words):
         x, pos, mask = encoder._run(tokens, None, None, causal, 0)
         q, k, _ = encoder.blocks[0].heads(x)
         s = encoder.pe.logits(q, k, pos, encoder.pe.relative(pos, 0), mask).double()        # (n, H, L, L)
@@ -111,11 +116,21 @@ def identical_word_maps(encoder, words, causal=False):
     return (logits / len(words)).numpy(), (A / len(words)).numpy()
 
 
+@torch.no_grad()
+def hidden_spread(encoder, words, causal=False):
+    """What the last hidden states of the same rows tell apart: their standard deviation over words at one place, and over the
+    places of one word, specials left out, means over the rest and over dimensions -> {name: float}."""
+    hidden = torch.cat([encoder(rows, causal=causal) for rows in identical_words(encoder, words)])[:, 1:-1]   # (n, L-2, C)
+    return {f"std {name}": float(hidden.std(axis, unbiased=False).mean()) for axis, name in enumerate(("words", "places"))}
+
+
 def probe_map(path):
-    """-> model in float64, the mean logits (H, L, L), the one map A (L, L): averaged over heads and words, then judged."""
+    """-> model in float64, the mean logits (H, L, L), the one map A (L, L): averaged over heads and words, then judged; the
+    spread of the hidden states of 64 words."""
     model = load_pretraining(path).double()
-    logits, A = identical_word_maps(model.encoder, probe_words(model.encoder), model.causal)
-    return model, logits, A.mean(0)
+    words = probe_words(model.encoder)
+    logits, A = identical_word_maps(model.encoder, words, model.causal)
+    return model, logits, A.mean(0), hidden_spread(model.encoder, words[:64], model.causal)
 
 
 @torch.no_grad()
@@ -249,24 +264,27 @@ def print_table(rows):
 # Runs
 
 def probe_run(path, out_dir, per_head):     # --ckpt
-    model, logits, A = probe_map(path)
+    model, logits, A, spread = probe_map(path)
     found, file = indicators(A), Path(path)
     print_table([{"": name.replace("_", " "), **values} for name, values in found.items()])
+    print("last hidden states: standard deviation over words at one place {:.3f}, over the places of one word {:.3f}".format(
+        *spread.values()))
     write(out_dir or (file / "probe" if file.is_dir() else file.with_name(f"probe_{file.stem}")),
-          {"ckpt": str(path), "pe": model.encoder.config.pe, "objective": "+".join(model.names), "indicators": found, "map": A},
+          {"ckpt": str(path), "pe": model.encoder.config.pe, "objective": "+".join(model.names), "indicators": found, "map": A,
+           **spread},
           pictures_of(model.encoder, logits, per_head))
 
 
 def read_run(folder, name):
     """-> dict: row (of the table), args, losses [(step, val_loss)], scores, indicators, logits (L, L)."""
-    model, logits, A = probe_map(folder)
+    model, logits, A, spread = probe_map(folder)
     rows = {file: [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
             for file in ("log", "results") if (folder / f"{file}.jsonl").exists()}
     first, *log = rows.get("log") or [{}]
     losses, found, by_lr = [(row["step"], row["val_loss"]) for row in log if "val_loss" in row], indicators(A), {}
     row = {"run": name, "pe": model.encoder.config.pe, "objective": "+".join(model.names),
            "steps": log[-1]["step"] if log else None, "val_loss": losses[-1][1] if losses else None,
-           **found["with_specials"], "aiv w/o": found["without_specials"]["aiv"]}
+           **found["with_specials"], "aiv w/o": found["without_specials"]["aiv"], **spread}
     for result in comparable(rows.get("results", []), row["steps"]):
         for metric, value in result["metrics"].items():
             by_lr.setdefault(f"{result['task']} {metric}", {}).setdefault(result["lr"], []).append(value)

@@ -3111,6 +3111,23 @@ def test_two_texts(probed):
     assert found == pytest.approx((np.mean(within), np.mean(across)), abs=1e-5)
 
 
+def test_hidden_spread_equals_a_loop():
+    """`none` tells words apart and no places; a model without words the other way round."""
+    for pe, causal in (("abs", False), ("abs", True), ("none", False)):
+        encoder, words = tiny(pe, max_len=9).double().eval(), torch.tensor([3, 5, 8, 13])
+        rows = [torch.tensor([[encoder.config.cls_id, *[w] * 7, encoder.config.sep_id]]) for w in words.tolist()]
+        hidden = np.array([encoder(row, causal=causal)[0].detach().numpy() for row in rows])        # (4, 9, C)
+        over_words = np.mean([hidden[:, i].std(0) for i in range(1, 8)])
+        over_places = np.mean([hidden[w, 1:8].std(0) for w in range(4)])
+        found = probe.hidden_spread(encoder, words, causal)
+        assert found == pytest.approx({"std words": over_words, "std places": over_places}, abs=1e-12)
+        assert pe != "none" or found["std places"] < 1e-12
+    encoder = tiny("abs", max_len=9).double().eval()
+    torch.nn.init.zeros_(encoder.tok.weight)
+    found = probe.hidden_spread(encoder, words)
+    assert found["std words"] < 1e-12 < found["std places"]
+
+
 def test_who_moved_with_a_perfect_model(probed, monkeypatch):
     model = objectives.load_pretraining(probed / "binary")
 
