@@ -132,12 +132,13 @@ def p0_table():
     for row in read("claims_finetune.jsonl"):
         for metric, value in row["metrics"].items():
             tuned.setdefault((row["from"], row["task"], metric), []).append(value)
+            tuned["the commonest answer", row["task"], metric] = [row["constant"][metric]]
     columns = [("cola", "matthews"), ("cola", "accuracy"), ("mnli", "accuracy"), ("mrpc", "accuracy"), ("rte", "accuracy")]
     print("\n| pre-training | " + " | ".join(f"{task}, {metric}" for task, metric in columns) + " | paper: CoLA, MNLI |")
     print((len(columns) + 2) * "|---" + "|")
-    for source in dict.fromkeys(row["from"] for row in read("claims_finetune.jsonl")):
-        cells = [tuned.get((source, *column), []) for column in columns]
-        shown = [f"{statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})" if x else "" for x in cells]
+    for source in (*PAPER_P0, "scratch", "the commonest answer"):
+        cells = [tuned[source, *column] for column in columns]
+        shown = [f"{statistics.median(x):.3f}" + (f" ({min(x):.3f} - {max(x):.3f})" if len(x) > 1 else "") for x in cells]
         paper = ", ".join(f"{x:.3f}" for x in PAPER_P0.get(source, ()))
         print(f"| {source} | " + " | ".join(shown) + f" | {paper} |")
 
