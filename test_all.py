@@ -1896,66 +1896,52 @@ def test_a_run_folder_that_cannot_be(corpus_file, cache, tmp_path, capsys):
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, tmp_path):
-    flags = train_flags(corpus_file, cache, tmp_path / "run", "--eval_every", "10", "--log_every", "10")
+def two_processes(tmp_path, patch, *flags):
+    """train.py under torchrun with two processes, after a patch of its module -> how it ended."""
+    script = tmp_path / "patched.py"
+    script.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(HERE)!r})\nimport train\n{patch}\ntrain.main()")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    code = ("import os, signal, sys, train\nreal = train.update\ndef update(run, step):\n"
-            "    if run.rank == 1 and step == 15: os.kill(os.getpid(), signal.SIGKILL)\n    return real(run, step)\n"
-            "train.update = update\ntrain.main()")
-    (tmp_path / "dies.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n{code}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    data.prepare(corpus_file, "bpe", cache)
-    dead = subprocess.run([*torchrun, tmp_path / "dies.py", *flags, "--steps", "30"], env=environment, capture_output=True,
+    return subprocess.run([*torchrun, script, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=120)
+
+
+AT_STEP_15 = """
+real = train.update
+def update(run, step):
+    if run.rank == {rank} and step == 15: os.kill(os.getpid(), signal.{name})
+    return real(run, step)
+train.update = update
+"""
+
+
+def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, tmp_path):
+    flags = train_flags(corpus_file, cache, tmp_path / "run", "--eval_every", "10", "--log_every", "10", "--steps", "30")
+    data.prepare(corpus_file, "bpe", cache)
+    dead = two_processes(tmp_path, AT_STEP_15.format(rank=1, name="SIGKILL"), *flags)
     assert dead.returncode != 0 and "Signal 9 (SIGKILL)" in dead.stderr
     assert weights(tmp_path / "run")["step"] == 10
-    train.main([*flags, "--steps", "30", "--resume", "--grad_accum", "2"])      # and one process may go on for the two
+    train.main([*flags, "--resume", "--grad_accum", "2"])       # and one process may go on for the two
     assert weights(tmp_path / "run")["step"] == 30
+
+
+def test_a_signal_to_one_rank_stops_all_and_saves(corpus_file, cache, tmp_path):
+    """torchrun ends the others as soon as one has left: none leaves before a slow save is done."""
+    flags = train_flags(corpus_file, cache, tmp_path / "run", "--eval_every", "10", "--log_every", "10", "--steps", "30")
+    data.prepare(corpus_file, "bpe", cache)
+    slow = "kept = train.save\ndef save(*args):\n    time.sleep(2)\n    return kept(*args)\ntrain.save = save"
+    stopped = two_processes(tmp_path, AT_STEP_15.format(rank=0, name="SIGTERM") + slow, *flags)
+    assert stopped.returncode != 0 and "stopped at step 20" in stopped.stdout
+    assert weights(tmp_path / "run")["step"] == 20
 
 
 @pytest.mark.parametrize("objective", ["nsp+taco+pplm", "clm+tc", "mlm+pmlm"])
 def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, objective):
     """torchrun with two gloo processes: the weights of one process with twice the accumulation, within 1e-6."""
-    common = [
-        "--dataset",
-        corpus_file,
-        "--tokenizer",
-        "bpe",
-        "--cache",
-        cache,
-        *TINY,
-        "--steps",
-        "3",
-        "--dropout",
-        "0",
-        "--dtype",
-        "float32",
-        "--objective",
-        objective,
-        "--pe",
-        "tupe_r",
-    ]
+    common = ["--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache, *TINY, "--steps", "3", "--dropout", "0",
+              "--dtype", "float32", "--objective", objective, "--pe", "tupe_r"]
     data.prepare(corpus_file, "bpe", cache)
     train.main([*common, "--grad_accum", "2", "--out_dir", str(tmp_path / "one")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--standalone",
-            HERE / "train.py",
-            *common,
-            "--out_dir",
-            tmp_path / "two",
-        ],
-        check=True,
-        env=environment,
-        capture_output=True,
-        timeout=120,
-    )
+    two_processes(tmp_path, "", *common, "--out_dir", tmp_path / "two").check_returncode()
     a, b = weights(tmp_path / "one")["model"], weights(tmp_path / "two")["model"]
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-6)
