@@ -42,6 +42,9 @@ def collect(name, folders):
                      "tokens": first["data"]["tokens"]["train"], "torch": first["versions"]["torch"],
                      "ms_per_step": round(statistics.median(line["ms_per_step"] for line in lines)),
                      "curve": [[line["step"], round(line["val_loss"], 4)] for line in curve]})
+        if (probe := folder / "probe" / "probe.json").exists():
+            numbers = json.loads(probe.read_text())
+            rows[-1].update({key: round(numbers[key], 4) for key in ("std words", "std places")})
     (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{len(rows)} rows -> results/{name}.jsonl")
 
@@ -145,12 +148,13 @@ def p0_table():
 
 def claim_tables():
     """The pre-training runs behind the claims: position objectives beside their baselines, then mlm scheme by scheme."""
-    print("\n| objective | pe | flags | validation loss | beside its baselines | accuracy | s a step |\n" + 7 * "|---" + "|")
+    print("\n| objective | pe | flags | validation loss | beside its baselines | accuracy | std words | std places | s a step |\n"
+          + 9 * "|---" + "|")
     for row in read("claims.jsonl"):
         flags = ", ".join([str(row[key]) for key in ("pair_loss", "pair_scores") if row[key] not in ("ce", "total")]
                           + [f"seed {row['seed']}"] * (row["seed"] != 1337))
         print(f"| `{row['objective']}` | `{row['pe']}` | {flags} | " + " | ".join(beside_baselines(row))
-              + f" | {row['ms_per_step'] / 1e3:.2f} |")
+              + f" | {row['std words']:.2f} | {row['std places']:.2f} | {row['ms_per_step'] / 1e3:.2f} |")
 
 
 def draw_claims():
