@@ -37,6 +37,7 @@ import glob
 import itertools
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import tempfile
@@ -285,7 +286,7 @@ def bench_data(bench, pattern, v):
             meta.unlink()               # the tokenizer stays: now its training is not in the time
         tokenize, peak = fresh(timed_prepare, pattern, cache)
         start, size = time.perf_counter(), 0
-        for file in glob.glob(pattern, recursive=True):
+        for file in glob.glob(os.path.expanduser(pattern), recursive=True):
             with data.OPENERS.get(Path(file).suffix, open)(file, "rb") as handle:
                 size += len(handle.read())
         unpack = time.perf_counter() - start
@@ -396,11 +397,12 @@ def plan(args, bench):
     if True in kinds and not train.can_compile(bench.device):
         print("compiled: skipped, no compiler here")
         kinds = [False]
-    if args.finetune and (unused := [f"--{name}" for name in ("block_size", "mask_rate", "objective") if name in args.given]):
+    unused = [f"--{name}" for name in ("block_size", "mask_rate", "objective", "compile") if name in args.given]
+    if args.finetune and unused:
         raise ValueError(f"{', '.join(unused)}: --finetune has no use for it")
     ours = Variant(args.preset, args.batch_size, args.block_size, args.mask_rate, args.pes[0], args.objectives[0], kinds[0])
-    if args.data:
-        data.find_source(args.data)
+    if args.data and "files" not in data.find_source(args.data).about:
+        raise ValueError(f"--data {args.data}: it takes files, such as 'books/*.jsonl.xz'")
     if args.peer:
         variants = [replace(ours, compiled=kind) for kind in kinds]
         return [*variants, *(replace(v, maker="hf", pe="abs", objective="mlm") for v in variants)], None, None

@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from data import DOCS_LIBRARIES, Parser, encoding_arguments, one_line_errors, prepare, removed
 from model import Encoder, EncoderConfig, read_checkpoint, warm_start
-from train import autocast, can_compile, keep_memory, one_line_failures, pick_device, pick_dtype, stop
+from train import autocast, can_compile, keep_memory, one_line_failures, pick_device, pick_dtype, stop, write_torch
 
 EVAL_TOKENS = 16384             # tokens of a batch when nothing is learned
 N_BEST, MAX_ANSWER, MAX_QUESTION = 20, 30, 64           # SQuAD: candidates, and tokens of an answer and of a question (BERT)
@@ -293,7 +293,8 @@ def hub_rows(name, split, test=False):
 
 
 def docs_rows(cache):
-    """Which library does a docstring come from? Libraries' names are masked; tested on pre-training's validation documents."""
+    """Which library does a docstring come from? Libraries' names are masked as whole words (numpy, but not from_numpy);
+    tested on pre-training's validation documents."""
     folder = prepare("docs", "bpe", cache).folder
     stored = json.loads((folder / "docs.json").read_text())
     rows = [((LIBRARY_NAMES.sub("[MASK]", text),), DOCS_LIBRARIES.index(library)) for library, text in stored["rows"]]
@@ -526,12 +527,13 @@ def make_model(start, name, length, seed, probe=False):
 
 def save_model(file, model, start, row):
     """All that is needed to use the model, written aside, then renamed. model.load() takes its encoder."""
-    about = {key: start[key] for key in ("tokenizer", "tokenizer_hash", "step") if key in start}
+    about = {key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data") if key in start}
     about |= {"task": model.name, "classes": TASKS[model.name].classes, "length": model.length, "probe": model.probe, "row": row,
               "config": asdict(model.encoder.config)}
     aside = Path(f"{file}.{os.getpid()}.tmp")
     with removed(aside):
-        torch.save({**about, "model": {key: value.cpu() for key, value in model.state_dict().items()}}, aside)
+        with open(aside, "wb") as handle:
+            write_torch(handle, {**about, "model": {key: value.cpu() for key, value in model.state_dict().items()}})
         os.replace(aside, file)
 
 
@@ -545,8 +547,9 @@ class Machine(NamedTuple):
 
 
 def param_groups(model, lr, layer_decay, weight_decay):
-    """Head lr, top layer lr * layer_decay, and so on down; words and shared positional tables lowest (ELECTRA).
+    """Head lr, top layer lr * layer_decay, and so on down; words and shared positional tables lowest.
 
+    ELECTRA's code decays once more below the head: its top layer has lr * layer_decay^2 (departure).
     Weight decay is on matrices only. Frozen weights are left out.
     """
     n, groups = len(model.encoder.blocks), {}
@@ -700,15 +703,17 @@ def report(results, args):
           f"{'s a run':>9}  start")
     for (source, where, metric), (middle, values, rows) in table.items():
         std = statistics.stdev(values) if len(values) > 1 else 0.0
-        seconds, lr = statistics.mean(r["seconds"] for r in rows), f"{rows[0]['lr']:.0e}" if rows[0]["lr"] else "-"
+        seconds, lr = statistics.mean(r["seconds"] for r in rows), f"{rows[0]['lr']:g}" if rows[0]["lr"] else "-"
         print(f"{where:10}{metric:10}{middle:8.3f}{min(values):8.3f}{max(values):8.3f}{std:7.3f}{rows[0]['constant'][metric]:10.3f}"
               f"{lr:>7}{len(values):7}{seconds:9.0f}  {source}")
     if (tried := len({row["lr"] for row in results})) > 1:
         print(f"lr: the best of {tried}, chosen on the rows that are scored here, as P1 does")
     if collapsed := [f"{r['task']} seed {r['seed']} lr {r['lr'] or 0:g}" for r in results if r["one_class"]]:
         print(f"collapsed: {len(collapsed)} of {len(results)} scores come from one answer always given: {', '.join(collapsed)}")
-    for source in dict.fromkeys(r["ckpt"] for r in results) if args.task == "all" else ():
-        scores = {(where, metric): found[0] for (start, where, metric), found in table.items() if start == source}
+    # An average is over one start; with --eval_only every task has its own file, in one folder.
+    begun = {r["ckpt"]: os.path.dirname(r["ckpt"]) if args.eval_only else r["ckpt"] for r in results}
+    for source in dict.fromkeys(begun.values()) if args.task == "all" else ():
+        scores = {(where, metric): found[0] for (start, where, metric), found in table.items() if begun[start] == source}
         for paper, mean in paper_averages(scores).items():
             print(f"{paper}'s average: " + (f"not without {', '.join(mean)}" if isinstance(mean, list) else f"{mean:.4f}")
                   + f"  {source}")
@@ -813,6 +818,10 @@ def prepare_run(name, source, train, evaluations, args):
     if args.eval_only:
         row = start["row"]                                  # of results.jsonl, when it was trained
         chosen = SimpleNamespace(**{**row, "lr": [row["lr"]], "seeds": [row["seed"]]})
+    if name == "docs" and (other := start.get("data", {}).get("source", {}).get("hash")):
+        if other != (here := prepare("docs", "bpe", args.cache).meta["source"]["hash"]):
+            print(f"note: the run learned from the documentation of other package versions (docs {other}, here {here}): rows to "
+                  "test may have been among its training text")
     if chosen.length < (16 if TASKS[name].kind == "span" else 8):
         raise ValueError(f"--length is {chosen.length}; a pair with its specials needs at least 8, SQuAD 16")
     model = make_model(start, name, chosen.length, 0, chosen.probe)         # a mistake shows here
@@ -888,7 +897,7 @@ def main(argv=None):
             print("not compiled: no compiler here")
         if args.predict_text:
             return predict_text(args, machine)
-        if not (args.ckpt or args.eval_only):
+        if not (args.ckpt or args.eval_only or args.task == "ax"):
             args.ckpt = newest_run()        # once: another run may save while this one goes through its tasks
         folder = Path(home(args))
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,8 @@
     encoder = load("out/docs-demo-tupe_r-pplm-s1337")     # a run folder or a checkpoint file
     hidden = encoder(tokens)                              # (B, L) token ids -> (B, L, C)
 
-Letters: B batch, L length, C width (d_model), H heads, D = C/H, T = max_len + 1 (the last row of a table
-is the unknown, hidden position). Offsets are r_ij = pos_j - pos_i, key minus query. P1 is the TUPE paper,
+Letters: B batch, L length, C width (d_model), H heads, D = C/H, T = max_len + 1 (row max_len of a table is
+the unknown, hidden position). Offsets are r_ij = pos_j - pos_i, key minus query. P1 is the TUPE paper,
 P3 "On Position Embeddings in BERT", P0 "Relative position prediction as pre-training".
 
 An attention logit is    s_ij = q_i . k_j / sqrt(scale_terms * D) + bias_ij.
@@ -112,7 +112,8 @@ def hidden_pairs(pos: Tensor) -> Tensor:
 
 
 def table_index(pos: Tensor, max_len: int) -> Tensor:
-    """Row of an absolute table for each position; the unknown is row max_len. Raises beyond the table."""
+    """Row of an absolute table for each position; the unknown is row max_len. Raises (ValueError) on rows longer than the
+    table; the values of pos, which must be below max_len, are not looked at: on a GPU that would wait for it."""
     if pos.size(1) > max_len:
         raise ValueError(f"a row of {pos.size(1)} tokens, but the position table ends at {max_len} "
                          "(sin, lsin, t5, rel, rope and alibi go on beyond it)")
@@ -169,7 +170,7 @@ class Component(nn.Module):
     scale_terms = 1         # content logits are divided by sqrt(scale_terms * D)
     scale_tokens = False    # multiply token embeddings by sqrt(C)
     hidden_ok = True        # can it express an unknown position?
-    alone = False           # may it be part of a sum?
+    alone = False           # must it stand alone, outside any sum?
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
@@ -235,11 +236,7 @@ class RelativeKeys(Component):
     """Key side only, a table a layer (P1 eq 4). The pair head brings its own table as `layer`."""
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.tables = nn.ModuleList(self.new_table(cfg) for _ in range(cfg.n_layer))
-
-    @staticmethod
-    def new_table(cfg):
-        return nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head)
+        self.tables = nn.ModuleList(nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head) for _ in range(cfg.n_layer))
 
     def relative(self, pos, layer):
         table = self.tables[layer] if isinstance(layer, int) else layer
@@ -331,7 +328,7 @@ class UntiedTable(nn.Module):
     def __init__(self, cfg, extra_rows=0):
         super().__init__()
         self.n_head, self.max_len = cfg.n_head, cfg.max_len
-        self.table = nn.Embedding(cfg.max_len + 1 + extra_rows, cfg.d_model)
+        self.table = nn.Embedding(cfg.max_len + 1 + extra_rows, cfg.d_model)    # positions, the unknown, theta_1, theta_2
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
         self.u_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
         self.u_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
@@ -552,9 +549,7 @@ class PositionalScheme(nn.Module):
         relative = self.relative(pos, layer, in_order)
         pairs, _, value_table = relative or (None, None, None)
         if q.is_cuda and value_table is None:
-            q, k, mask = self.terms(q, k, pos, relative, mask)
-            mask = None if mask is None else mask.contiguous()      # the kernel wants aligned rows, not PairsInOrder's view
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=1.0)
+            return self.fused(q, k, v, pos, relative, mask, dropout)
         # On a CPU a plain softmax beats the library call: 212 against 323 ms, forward and backward with dropout and a bias,
         # at B 64, H 16, L 128, D 16 in bf16 on 2 cores; 5.1 against 6.5 ms at the demo's sizes.
         A = drop(self.logits(q, k, pos, relative, mask).softmax(-1), dropout)       # (B, H, L, L)
@@ -564,10 +559,16 @@ class PositionalScheme(nn.Module):
             out = out + pairs.add_up(A, len(value_table)) @ value_table.to(A.dtype)     # (B, H, L, R) @ (R, D)
         return out
 
+    def fused(self, q, k, v, pos, relative, mask, dropout):
+        """attend by the library's kernel, for schemes that leave the values alone."""
+        q, k, mask = self.terms(q, k, pos, relative, mask)
+        mask = None if mask is None else mask.contiguous()          # the kernel wants aligned rows, not PairsInOrder's view
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=1.0)
+
 
 def drop(x: Tensor, p: float, training=True) -> Tensor:
     """F.dropout. On a CPU 16 random bits decide about a number, four from one draw: F.dropout takes one draw each, which is
-    a quarter of a step (`paper`, batch 16, bf16, one core: 0.75 of the time). p is rounded to 1/65536, the scale exact."""
+    a quarter of a step (`paper`, batch 16, bf16, one core: 0.75 of the time). p is rounded to 1/65536."""
     if not (training and p > 0 and x.device.type == "cpu") or torch.compiler.is_compiling():
         return F.dropout(x, p, training)
     n, cut = x.numel(), min(round(65536 * p), 65535)
@@ -669,7 +670,7 @@ class Encoder(nn.Module):
         """Token ids -> hidden states.
 
         tokens (B, L) int64, [CLS] at index 0; pos (L,) or (B, L) int64, None = arange(L), UNKNOWN_POS = hidden;
-        pad (B, L) bool, True = padding. -> (B, L, C). Raises ValueError beyond a table of absolute positions.
+        pad (B, L) bool, True = padding. -> (B, L, C). Raises ValueError if a row is longer than a table of positions.
         """
         return self._run(tokens, pos, pad, causal, len(self.blocks))[0]
 

@@ -26,6 +26,7 @@ than k eligible tokens (inner [SEP]s), the slots beyond get weight 0. Losses of 
 comparable; each has its own baselines, printed when training starts.
 """
 
+import contextlib
 import hashlib
 import math
 from dataclasses import dataclass, fields
@@ -56,7 +57,8 @@ CHUNK_BYTES = 1 << 30           # float32 logits over pairs or over the vocabula
 
 @dataclass
 class ObjectiveConfig:
-    """The one home of every default of the objectives. Raises ValueError on what cannot be, or would have no effect."""
+    """The one home of every default of the objectives. Raises ValueError on what cannot be, or would have no effect
+    (but for the two rates, which presets set)."""
     objective: str = "mlm"
     loss_weights: tuple | None = None   # one a part, in the order of `objective`; None: 1 each
     mask_rate: float = 0.15             # mlm: share of tokens selected
@@ -98,7 +100,7 @@ class ObjectiveConfig:
         self.objective = "+".join(names)
 
     def check_use(self):
-        """A setting that would do nothing is refused."""
+        """A setting that would do nothing is refused, the two rates aside."""
         names = self.objective.split("+")
         default = {f.name: f.default for f in fields(self)}
         for prefix, users in {"mlm_on": ("mlm",), "whole_word": ("mlm",), "pair_": KINDS["position"], "tc_": ("tc",)}.items():
@@ -107,6 +109,8 @@ class ObjectiveConfig:
                     raise ValueError(f"{name} is for {', '.join(users)}; the objective is {self.objective}")
         if self.tc_on != "all" and "mlm" not in names:
             raise ValueError(f"tc_on {self.tc_on} needs mlm, which says what is masked; the objective is {self.objective}")
+        if self.tc_embedding == "original" and "mlm" not in names:
+            raise ValueError(f"tc_embedding original is input without mlm, which masks; the objective is {self.objective}")
         if self.pair_loss != "ce" and "pplm_binary" in names:
             raise ValueError(f"pair_loss {self.pair_loss} is a distance between offsets; pplm_binary has two classes")
 
@@ -197,6 +201,7 @@ class Objective(nn.Module):
 
     def baselines(self, L, unigram):
         """{name: nats} to set the loss against, for rows of L tokens; unigram is the corpus's entropy."""
+        return {}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -368,7 +373,7 @@ class PPLM(Objective):
 
     def check(self, L):
         if round(self.cfg.pos_rate * (L - 2)) < 2:
-            raise ValueError(f"pos_rate {self.cfg.pos_rate} of {L - 2} tokens leaves fewer than 2 to permute: "
+            raise ValueError(f"pos_rate {self.cfg.pos_rate} of {L - 2} tokens leaves fewer than 2 to hide or permute: "
                              "take a larger rate or longer rows")
 
     def corrupt(self, batch, generator):
@@ -408,7 +413,7 @@ class PPLM(Objective):
         eligible, pos = batch["eligible"][:, 1:-1], batch["pos"][:, 1:-1]           # (B, n)
         B, n = eligible.shape
         rows = partial(self.row_sums, s, eligible, pos)
-        total, n_right, n_pairs = in_chunks(rows, n, 4 * B * n * self.head.n_class)
+        total, n_right, n_pairs = in_chunks(rows, n, 4 * B * n * max(self.head.n_class, PAIR_HIDDEN))
         scalars = {} if self.training else {f"{self.name}_accuracy": n_right / n_pairs.clamp(min=1)}
         return total / n_pairs.clamp(min=1), scalars
 
@@ -486,7 +491,7 @@ def position_baselines(L, rate) -> dict:
     binary      pplm_binary: how often the given offset is the true one
     Below copy, tokens are being read; below moved, free_slots and some_moved, order is known. All but prior are
     averages over random pairs of places: exact to about .003. In a row with an inner [SEP] fewer tokens share the same k
-    slots: there binary is .012 too high and copy .01 too low.
+    slots: at L 64 binary is there .012 too high and copy .01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
     k, samples = round(rate * n), min(4000, 2 ** 19 // L)       # seconds, whatever L
@@ -520,7 +525,7 @@ def entropy(counts) -> float:
 
 
 def offset_entropy(places, weights) -> float:
-    """Entropy of t_j - t_i, when (t_i, t_j) are two different of m places with weights (m, m)."""
+    """Entropy of t_j - t_i, when (t_i, t_j) are two different of m places with weights (m, m), whose diagonal is set to 0."""
     np.fill_diagonal(weights, 0)
     r = places[None, :] - places[:, None]                                       # (m, m)
     return entropy(np.bincount((r - r.min()).ravel(), weights.ravel()))
@@ -541,6 +546,7 @@ def copy_weights(n, k, a, b):
     weights[a, :] = weights[:, b] = half
     weights[b, :] = weights[:, a] = chain
     weights[a, b], weights[b, a] = right, swapped
+    np.fill_diagonal(weights, 0)
     return weights
 
 
@@ -609,9 +615,11 @@ class TC(Objective):
     def loss(self, encoder, hidden, batch):
         """P2 eq 6 to 8: cross-entropy of the positive among 1 + K candidates, mean over the anchors."""
         g = F.normalize((hidden - self.embedding(encoder, batch)).float(), dim=-1)  # (B, L, C)
-        dtype = compute_dtype(hidden)       # under autocast: a quarter of the time of gathering float32
+        # Training under autocast takes 16 bits: a quarter of the time. Validation takes all: in bf16 close candidates tie.
+        dtype = compute_dtype(hidden) if self.training else g.dtype
         candidates = F.embedding(batch["tc_candidates"], g.detach().flatten(0, 1).to(dtype))        # (B, L, 1 + K, C)
-        logits = torch.einsum("blc,blkc->blk", g.to(dtype), candidates).float() / self.cfg.tc_temperature
+        with contextlib.nullcontext() if self.training else torch.autocast(hidden.device.type, enabled=False):
+            logits = torch.einsum("blc,blkc->blk", g.to(dtype), candidates).float() / self.cfg.tc_temperature
         weight = batch["tc_weight"].float()
         n = weight.sum().clamp(min=1)
         loss = ((logits.logsumexp(-1) - logits[..., 0]) * weight).sum() / n
@@ -632,8 +640,8 @@ def draw(n, generator):
 class NSP(Objective):
     """Next sentence prediction (BERT), on packed rows: [CLS] first half [SEP] second half [SEP].
 
-    The middle eligible token becomes [SEP]. In half of the rows what follows is another row's: the chosen rows pass
-    theirs on in a circle. 0: it follows, 1: it does not; from [CLS], through BERT's pooler.
+    The middle eligible token becomes [SEP]. In half of the rows (rounded down) what follows is another row's: the chosen
+    rows pass theirs on in a circle. 0: it follows, 1: it does not; from [CLS], through BERT's pooler.
     """
     min_rows = 2
 

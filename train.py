@@ -398,15 +398,20 @@ def stop(code, message):
 # ---------------------------------------------------------------------------------------------------------
 # Checkpoints and logs
 
+def write_torch(handle, thing):
+    """torch.save to an open file. Raises OSError on a full disk too, of which torch makes a RuntimeError."""
+    try:
+        torch.save(thing, handle)
+    except RuntimeError as error:
+        raise OSError(f"{handle.name} cannot be written: {error}") from None
+
+
 def save(folder, step, model, updater, meta, keep=False):
     """Written aside, flushed to disk, then renamed; the one before stays as ckpt_prev.pt."""
     file, aside, previous = folder / "ckpt.pt", folder / "ckpt.tmp", folder / "ckpt_prev.tmp"
     with removed(aside, previous):
         with open(aside, "wb") as handle:
-            try:
-                torch.save({**meta, "step": step, "model": model.state_dict(), **updater.state_dict()}, handle)
-            except RuntimeError as error:       # how torch reports a full disk
-                raise OSError(f"{aside} cannot be written: {error}") from None
+            write_torch(handle, {**meta, "step": step, "model": model.state_dict(), **updater.state_dict()})
             handle.flush()
             os.fsync(handle.fileno())
         if file.exists():
@@ -626,18 +631,38 @@ class Run:
             print(text, flush=True)
 
 
+def try_out(args, shape):
+    """What the flags alone can break, before data are prepared, which may take hours. Raises ValueError, OSError."""
+    with torch.device("meta"):                  # no memory, no time
+        cfg = dataclasses.replace(objective_config(args), whole_word=False)     # which needs the tokenizer
+        check_rows(Pretraining(Encoder(EncoderConfig(**shape)), cfg), args.batch_size)
+    for source in filter(None, (args.init_from, args.init_embeddings)):
+        read_checkpoint(source)
+
+
+def check_rows(model, rows):
+    if rows < model.min_rows:
+        raise ValueError(f"{'+'.join(model.names)} draws from other rows of the batch: it needs --batch_size 2 or more, and as "
+                         f"many rows to validate on; here it is {rows}")
+
+
 def set_up(args) -> Run:
-    """Everything that a user's mistake can break, before anything is written. Raises ValueError, OSError."""
+    """Everything that a user's mistake can break, before the run's folder is touched. Raises ValueError, OSError."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     shape = dict(n_layer=args.n_layer, n_head=args.n_head, d_model=args.d_model, d_ff=args.d_ff, max_len=args.block_size,
                  dropout=args.dropout, attn_dropout=args.dropout, pe=args.pe)
-    EncoderConfig(**shape)                      # a wrong shape shows before data is prepared
+    try_out(args, shape)
     device = pick_device(args.device)
     dtype, _ = pick_dtype(device, args.dtype)
     folder = Path(args.out_dir or default_out_dir(args))
     resuming = (folder / "ckpt.pt").exists()
     if resuming and not args.resume:
         raise ValueError(f"{folder} holds a run already: go on with --resume, or name another folder with --out_dir")
+    if args.resume and not resuming:
+        if (folder / "ckpt_prev.pt").exists():
+            raise ValueError(f"{folder} has no ckpt.pt, but ckpt_prev.pt, the one before: rename it to go on from there")
+        if rank == 0:
+            print(f"--resume: no checkpoint in {folder}, so this run starts at step 0")
     if world > 1:
         # The others wait while the first prepares the data, which may take hours.
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(days=2))
@@ -649,10 +674,7 @@ def set_up(args) -> Run:
     tokenizer = encoding_arguments(corpus.tokenizer)
     encoder.tokenizer = tiktoken.Encoding(**tokenizer)
     model = Pretraining(encoder, objective_config(args)).to(device)
-    rows = min(args.batch_size, corpus.n_rows("val", args.block_size))
-    if rows < model.min_rows:
-        raise ValueError(f"{args.objective} draws from other rows of the batch: it needs --batch_size 2 or more, and as many "
-                         f"rows to validate on; here it is {rows}")
+    check_rows(model, min(args.batch_size, corpus.n_rows("val", args.block_size)))
     encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
     meta = {"args": vars(args), "config": dataclasses.asdict(model.encoder.config), "data": corpus.meta,
             "tokenizer": tokenizer, "tokenizer_hash": corpus.meta["tokenizer_hash"],
@@ -697,6 +719,8 @@ def start(run):
     run.say("baselines (nats): " + ", ".join(f"{name} {value:.3f}" for name, value in run.baselines.items()))
     if run.step:
         run.say(f"resumed at step {run.step}")
+    if args.warmup >= args.steps:
+        run.say(f"note: --warmup {args.warmup} takes the whole run, so the learning rate only rises")
 
 
 def update(run, step):
@@ -741,7 +765,7 @@ def train(run):
         # One process stops at once; several have to agree, at a step that all of them reach.
         leave = signals.received if run.world == 1 else step % agree_every == 0 and agree(signals.received, run.device)
         if step % args.log_every == 0 or at_eval or keep or leave:
-            means = {name: float(value) / (step - since) for name, value in sums.items()}       # here the host waits
+            means = averages(sums, run.world, step - since)
             run.updater.check(step, [*run.log.losses, means["loss"]])
             write_log(run, step, means, (time.perf_counter() - began) / (step - since), at_eval)
             if run.rank == 0 and (at_eval or keep or leave):
@@ -755,6 +779,14 @@ def train(run):
             sums.clear()
             since, began = step, time.perf_counter()
     bar.close()
+
+
+def averages(sums, world, n):
+    """{name: sum over n steps, of this process} -> {name: mean over steps and processes}. Here the host waits."""
+    total = torch.stack([value.float() for value in sums.values()])
+    if world > 1:
+        dist.all_reduce(total)
+    return {name: value / (n * world) for name, value in zip(sums, total.tolist())}
 
 
 def write_log(run, step, means, seconds, at_eval):
