@@ -6,7 +6,8 @@
     python results/tables.py scores finetune 'mlm, demo' out/run/results.jsonl      # fine-tuning rows -> results/finetune.jsonl
 
 schemes.jsonl, objectives.jsonl   pre-training runs
-claims.jsonl                      pre-training runs behind P0's table 1 and P1's order, with their validation curves
+claims.jsonl                      pre-training runs behind P0's table 1 and P1's order, with their validation curves; `changed`
+                                  is an edit of model.py, in words
 finetune.jsonl, claims_finetune.jsonl   fine-tuning runs (results.jsonl of run folders), with what they started from
 probe.json                        probe.py --runs, pictures left out
 bench*.json                       bench.py --json
@@ -148,13 +149,19 @@ def p0_table():
 
 def claim_tables():
     """The pre-training runs behind the claims: position objectives beside their baselines, then mlm scheme by scheme."""
-    print("\n| objective | pe | flags | validation loss | beside its baselines | accuracy | std words | std places | s a step |\n"
-          + 9 * "|---" + "|")
+    print("\n| objective | pe | flags | steps | validation loss | beside its baselines | accuracy | std words | std places "
+          "| s a step |\n" + 10 * "|---" + "|")
     for row in read("claims.jsonl"):
-        flags = ", ".join([str(row[key]) for key in ("pair_loss", "pair_scores") if row[key] not in ("ce", "total")]
-                          + [f"seed {row['seed']}"] * (row["seed"] != 1337))
-        print(f"| `{row['objective']}` | `{row['pe']}` | {flags} | " + " | ".join(beside_baselines(row))
+        print(f"| `{row['objective']}` | `{row['pe']}` | {flags(row)} | {row['trained_steps']:,} | "
+              + " | ".join(beside_baselines(row))
               + f" | {row['std words']:.2f} | {row['std places']:.2f} | {row['ms_per_step'] / 1e3:.2f} |")
+
+
+def flags(row):
+    """What a run of claims.jsonl has that the others have not; `changed` is an edit of model.py, in words."""
+    own = [str(row[key]) for key in ("pair_loss", "pair_scores") if row[key] not in ("ce", "total")]
+    return ", ".join(own + [f"lr {row['lr']:g}"] * (row["lr"] != 2e-3) + [f"seed {row['seed']}"] * (row["seed"] != 1337)
+                     + [row[key] for key in ("changed",) if key in row])
 
 
 def draw_claims():
@@ -162,7 +169,8 @@ def draw_claims():
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows = [row for row in read("claims.jsonl") if row["objective"] == "mlm"]
+    rows = [row for row in read("claims.jsonl")
+            if row["objective"] == "mlm" and row["steps"] == 2000 and row["lr"] == 2e-3 and "changed" not in row]
     names = list(dict.fromkeys(row["pe"] for row in rows))
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=130)
     colours = dict(zip(names, ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")))
