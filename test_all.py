@@ -1933,7 +1933,7 @@ def two_processes(tmp_path, patch, *flags):
     script.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(HERE)!r})\nimport train\n{patch}\ntrain.main()")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     return subprocess.run([*torchrun, script, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=300)
 
 
 AT_STEP_15 = """
@@ -1965,6 +1965,16 @@ def test_a_signal_to_one_rank_stops_all_and_saves(corpus_file, cache, tmp_path):
     assert weights(tmp_path / "run")["step"] == 20
 
 
+BARRIER_LAST = """      # a reduced tensor that gloo has not let go of yet deadlocks the group's end, once in 5 to 30 runs
+calls, end = [], train.dist.destroy_process_group
+for name in ("all_reduce", "barrier"):
+    setattr(train.dist, name, lambda *args, name=name, call=getattr(train.dist, name): calls.append(name) or call(*args))
+def checked_end():
+    assert calls[-1] == "barrier", calls
+    end()
+train.dist.destroy_process_group = checked_end"""
+
+
 @pytest.mark.parametrize("objective", ["nsp+taco+pplm", "clm+tc", "mlm+pmlm"])
 def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, objective):
     """torchrun with two gloo processes: the weights of one process with twice the accumulation, within 1e-6."""
@@ -1972,7 +1982,7 @@ def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, objectiv
               "--dtype", "float32", "--objective", objective, "--pe", "tupe_r"]
     data.prepare(corpus_file, "bpe", cache)
     train.main([*common, "--grad_accum", "2", "--out_dir", str(tmp_path / "one")])
-    two_processes(tmp_path, "", *common, "--out_dir", tmp_path / "two").check_returncode()
+    two_processes(tmp_path, BARRIER_LAST, *common, "--out_dir", tmp_path / "two").check_returncode()
     a, b = weights(tmp_path / "one")["model"], weights(tmp_path / "two")["model"]
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-6)

@@ -819,6 +819,7 @@ def main(argv=None):
         start(run)
         train(run)
     if run.world > 1:
+        dist.barrier()      # gloo lets go of averages' tensor a moment later; destroyed before that, the group deadlocks
         dist.destroy_process_group()
     run.say(f"done: {run.folder}/ckpt.pt\nnext: python probe.py --ckpt {run.folder} --text 'a sentence of yours'   |   "
             f"python finetune.py --task docs --ckpt {run.folder}")
