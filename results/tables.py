@@ -17,6 +17,7 @@ pplm.jsonl                        the log of the run in the README's figure
 import json
 import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -131,37 +132,62 @@ def finetune_table():
 
 
 def p0_table():
-    """P0's table 1 at this size: what each pre-training reached, and what its fine-tuning scores beside the paper's."""
-    tuned = {}
+    """P0's table 1 at this size: what fine-tuning scores after each pre-training, beside the paper's; then the runs of part 2."""
+    tuned, minutes = {}, Counter()
     for row in read("claims_finetune.jsonl"):
+        minutes[row["from"]] += row["seconds"] / 60
         for metric, value in row["metrics"].items():
-            tuned.setdefault((row["from"], row["task"], metric), []).append(value)
-            tuned["the commonest answer", row["task"], metric] = [row["constant"][metric]]
-    columns = [("cola", "matthews"), ("cola", "accuracy"), ("mnli", "accuracy"), ("mrpc", "accuracy"), ("rte", "accuracy")]
-    print("\n| pre-training | " + " | ".join(f"{task}, {metric}" for task, metric in columns) + " | paper: CoLA, MNLI |")
-    print((len(columns) + 2) * "|---" + "|")
-    for source in (*PAPER_P0, "scratch", "the commonest answer"):
-        cells = [tuned[source, *column] for column in columns]
-        shown = [f"{statistics.median(x):.3f}" + (f" ({min(x):.3f} - {max(x):.3f})" if len(x) > 1 else "") for x in cells]
-        paper = ", ".join(f"{x:.3f}" for x in PAPER_P0.get(source, ()))
-        print(f"| {source} | " + " | ".join(shown) + f" | {paper} |")
+            tuned.setdefault(row["from"], {}).setdefault((row["task"], metric), []).append(value)
+            tuned.setdefault("the commonest answer", {})[row["task"], metric] = [row["constant"][metric]]
+    controls = ["scratch", "the commonest answer"]
+    others = [source for source in tuned if source not in (*PAPER_P0, *controls)]
+    for sources in ([*PAPER_P0, *controls], [*others, *controls]):
+        columns = list(tuned[sources[0]])
+        heads = [f"{task}, {metric}" for task, metric in columns] + ["paper: CoLA, MNLI", "minutes"]
+        print("\n| pre-training | " + " | ".join(heads) + " |\n" + (len(heads) + 1) * "|---" + "|")
+        for source in sources:
+            paper = ", ".join(f"{x:.3f}" for x in PAPER_P0.get(source, ()))
+            cells = [median_and_spread(tuned[source].get(column, [])) for column in columns]
+            print(f"| {source} | " + " | ".join(cells) + f" | {paper} | {minutes[source]:.0f} |")
+
+
+def median_and_spread(values):
+    """-> 'median (min - max)'; one value alone; nothing where there is none."""
+    if not values:
+        return ""
+    return f"{statistics.median(values):.3f}" + (f" ({min(values):.3f} - {max(values):.3f})" if len(values) > 1 else "")
 
 
 def claim_tables():
-    """The pre-training runs behind the claims: position objectives beside their baselines, then mlm scheme by scheme."""
-    print("\n| objective | pe | flags | steps | validation loss | beside its baselines | accuracy | std words | std places "
-          "| s a step |\n" + 10 * "|---" + "|")
-    for row in read("claims.jsonl"):
-        print(f"| `{row['objective']}` | `{row['pe']}` | {flags(row)} | {row['trained_steps']:,} | "
-              + " | ".join(beside_baselines(row))
+    """The pre-training runs behind the claims: P0's table 1, mlm scheme by scheme and seed by seed, what P0 did not run."""
+    rows = read("claims.jsonl")
+    run_table([row for row in rows if row["trained_steps"] > 2000])
+    print("\n| pe | changed | seed 1337 | seed 1 |\n|---|---|---|---|")
+    mlm = {}
+    for row in rows:
+        if row["objective"] == "mlm" and row["trained_steps"] == 2000:
+            mlm.setdefault((p1_name(row), changes(row)), {})[row["seed"]] = f"{row['val_loss']:.3f}"
+    for (pe, changed), losses in mlm.items():
+        print(f"| `{pe}` | {changed} | {losses.get(1337, '')} | {losses.get(1, '')} |")
+    run_table([row for row in rows if row["objective"] != "mlm" and row["trained_steps"] == 2000])
+
+
+def run_table(rows):
+    print("\n| objective | pe | changed | validation loss | beside its baselines | accuracy | std words | std places "
+          "| s a step |\n" + 9 * "|---" + "|")
+    for row in rows:
+        print(f"| `{row['objective']}` | `{row['pe']}` | {changes(row)} | " + " | ".join(beside_baselines(row))
               + f" | {row['std words']:.2f} | {row['std places']:.2f} | {row['ms_per_step'] / 1e3:.2f} |")
 
 
-def flags(row):
+def p1_name(row):
+    return "bert_a" if row["pe"] == "abs" else row["pe"]        # one scheme, two names
+
+
+def changes(row):
     """What a run of claims.jsonl has that the others have not; `changed` is an edit of model.py, in words."""
     own = [str(row[key]) for key in ("pair_loss", "pair_scores") if row[key] not in ("ce", "total")]
-    return ", ".join(own + [f"lr {row['lr']:g}"] * (row["lr"] != 2e-3) + [f"seed {row['seed']}"] * (row["seed"] != 1337)
-                     + [row[key] for key in ("changed",) if key in row])
+    return ", ".join(own + [f"lr {row['lr']:g}"] * (row["lr"] != 2e-3) + [row[key] for key in ("changed",) if key in row])
 
 
 def draw_claims():
@@ -171,13 +197,13 @@ def draw_claims():
     import matplotlib.pyplot as plt
     rows = [row for row in read("claims.jsonl")
             if row["objective"] == "mlm" and row["steps"] == 2000 and row["lr"] == 2e-3 and "changed" not in row]
-    names = list(dict.fromkeys(row["pe"] for row in rows))
+    names = list(dict.fromkeys(map(p1_name, rows)))
     figure, axes = plt.subplots(figsize=(7, 4.2), dpi=130)
     colours = dict(zip(names, ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")))
     for row in rows:
-        first = row is next(other for other in rows if other["pe"] == row["pe"])
+        first = row["seed"] == rows[0]["seed"]
         axes.plot(*zip(*row["curve"]), marker="o", ms=3, lw=1.4 if first else 0.8, ls="-" if first else "--",
-                  color=colours[row["pe"]], label=row["pe"] if first else None)
+                  color=colours[p1_name(row)], label=p1_name(row) if first else None)
     axes.axhline(rows[0]["baselines"]["unigram"], color="grey", lw=0.8, ls=":")
     axes.set(xlabel="step", ylabel="mlm (30%): validation loss, nats")
     axes.legend(frameon=False)
