@@ -141,14 +141,14 @@ def p0_table():
             tuned.setdefault("the commonest answer", {})[row["task"], metric] = [row["constant"][metric]]
     controls = ["scratch", "the commonest answer"]
     others = [source for source in tuned if source not in (*PAPER_P0, *controls)]
-    for sources in ([*PAPER_P0, *controls], [*others, *controls]):
+    for sources, paper in (([*PAPER_P0, *controls], PAPER_P0), ([*others, *controls], {})):
         columns = list(tuned[sources[0]])
-        heads = [f"{task}, {metric}" for task, metric in columns] + ["paper: CoLA, MNLI", "minutes"]
+        heads = [f"{task}, {metric}" for task, metric in columns] + ["paper: CoLA, MNLI"] * bool(paper) + ["minutes"]
         print("\n| pre-training | " + " | ".join(heads) + " |\n" + (len(heads) + 1) * "|---" + "|")
         for source in sources:
-            paper = ", ".join(f"{x:.3f}" for x in PAPER_P0.get(source, ()))
             cells = [median_and_spread(tuned[source].get(column, [])) for column in columns]
-            print(f"| {source} | " + " | ".join(cells) + f" | {paper} | {minutes[source]:.0f} |")
+            cells += [", ".join(f"{x:.3f}" for x in paper.get(source, ()))] * bool(paper)
+            print(f"| {source} | " + " | ".join(cells) + " | " + f"{minutes[source]:.0f}" * (source in minutes) + " |")
 
 
 def median_and_spread(values):
