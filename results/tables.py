@@ -140,8 +140,9 @@ def p0_table():
             tuned.setdefault(row["from"], {}).setdefault((row["task"], metric), []).append(value)
             tuned.setdefault("the commonest answer", {})[row["task"], metric] = [row["constant"][metric]]
     controls = ["scratch", "the commonest answer"]
-    others = [source for source in tuned if source not in (*PAPER_P0, *controls)]
-    for sources, paper in (([*PAPER_P0, *controls], PAPER_P0), ([*others, *controls], {})):
+    lab = [source for source in tuned if source.endswith(", lab")]
+    others = [source for source in tuned if source not in (*PAPER_P0, *lab, *controls)]
+    for sources, paper in (([*PAPER_P0, *lab, *controls], PAPER_P0), ([*others, *controls], {})):
         columns = list(tuned[sources[0]])
         heads = [f"{task}, {metric}" for task, metric in columns] + ["paper: CoLA, MNLI"] * bool(paper) + ["minutes"]
         print("\n| pre-training | " + " | ".join(heads) + " |\n" + (len(heads) + 1) * "|---" + "|")
@@ -161,15 +162,17 @@ def median_and_spread(values):
 def claim_tables():
     """The pre-training runs behind the claims: P0's table 1, mlm scheme by scheme and seed by seed, what P0 did not run."""
     rows = read("claims.jsonl")
-    run_table([row for row in rows if row["trained_steps"] > 2000])
+    table1 = [row for row in rows if row["trained_steps"] > 2000 or row["preset"] == "lab"]
+    run_table(table1)
+    rows = [row for row in rows if row not in table1]
     print("\n| pe | changed | seed 1337 | seed 1 |\n|---|---|---|---|")
     mlm = {}
     for row in rows:
-        if row["objective"] == "mlm" and row["trained_steps"] == 2000:
+        if row["objective"] == "mlm":
             mlm.setdefault((p1_name(row), changes(row)), {})[row["seed"]] = f"{row['val_loss']:.3f}"
     for (pe, changed), losses in mlm.items():
         print(f"| `{pe}` | {changed} | {losses.get(1337, '')} | {losses.get(1, '')} |")
-    run_table([row for row in rows if row["objective"] != "mlm" and row["trained_steps"] == 2000])
+    run_table([row for row in rows if row["objective"] != "mlm"])
 
 
 def run_table(rows):
@@ -186,7 +189,7 @@ def p1_name(row):
 
 def changes(row):
     """What a run of claims.jsonl has that the others have not; `changed` is an edit of model.py, in words."""
-    own = [str(row[key]) for key in ("pair_loss", "pair_scores") if row[key] not in ("ce", "total")]
+    own = [str(row[key]) for key in ("preset", "pair_loss", "pair_scores") if row[key] not in ("demo", "ce", "total")]
     return ", ".join(own + [f"lr {row['lr']:g}"] * (row["lr"] != 2e-3) + [row[key] for key in ("changed",) if key in row])
 
 
