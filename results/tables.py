@@ -84,14 +84,13 @@ def scheme_tables():
     print("|---|---|---|---|---|---|")
     for pe, rows in by_scheme("mlm").items():
         losses = [row["val_loss"] for row in rows]
-        spread = f" ({min(losses):.3f} - {max(losses):.3f})" if len(losses) > 1 else ""
         added = f"{cost[pe]['parameters_added']:,}" if pe in cost else ""
         ratio = f"{cost[pe]['ratio_to_abs']:.2f}" if pe in cost else ""
         ordered = " | "
         if pe in pplm:
             loss = pplm[pe][0]["val_loss"]
             ordered = f"{loss:.3f} | {pplm[pe][0]['baselines']['prior'] - loss:.3f}"
-        print(f"| `{pe}` | {added} | {ratio} | {statistics.median(losses):.3f}{spread} | {ordered} |")
+        print(f"| `{pe}` | {added} | {ratio} | {median_and_spread(losses)} | {ordered} |")
 
 
 def beside_baselines(row):
