@@ -1,23 +1,29 @@
 """Text -> token ids on disk -> batches.
 
-    python data.py                                                   # the built-in docs corpus, nothing to download
-    python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe      # your files: txt, jsonl, csv, parquet; gz, xz
-    python data.py --dataset wikibooks --tokenizer gpt2              # English Wikipedia and BookCorpus, from the hub
+    python data.py                                          # the built-in docs, nothing to download
+    python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe     # files: txt, jsonl, csv,
+                                                                    # parquet; gz, xz, bz2
+    python data.py --dataset wikibooks --tokenizer gpt2     # Wikipedia and BookCorpus, from the hub
 
-train.py calls the same code when the data is not there yet. Three stages, each skipped when its result exists:
+train.py calls the same code when the data is not there yet. Three stages, each skipped when its
+result exists:
 
     documents   an iterator of texts, never all in memory
-    tokenizer   GPT-2's byte-level BPE, or one of 8,184 ids trained on the corpus itself -> tokenizer.json
-    tokens      every document followed by [SEP], one stream a split                     -> train.bin, val.bin, meta.json
+    tokenizer   GPT-2's byte-level BPE, or one of 8,184 ids trained on the corpus itself
+                -> tokenizer.json
+    tokens      every document followed by [SEP], one stream a split
+                -> train.bin, val.bin, meta.json
 
-A row is [CLS] x_1 .. x_(L-2) [SEP]: the stream is cut into pieces of L - 2 tokens, across documents (RoBERTa's
-FULL-SENTENCES), so inner [SEP]s say where a document ends. Every n-th document goes to validation, whole.
+A row is [CLS] x_1 .. x_(L-2) [SEP], where x is a block of the stream: it begins and ends in
+mid-sentence and runs across documents, whose ends the inner [SEP]s tell (RoBERTa's FULL-SENTENCES
+keeps sentences whole: departure). Every n-th document goes to validation, whole.
 """
 
-import argparse
 import ast
 import bz2
 import collections
+import contextlib
+import csv
 import glob
 import gzip
 import hashlib
@@ -27,65 +33,122 @@ import importlib.util
 import inspect
 import itertools
 import json
-import logging
 import lzma
+import operator
 import os
+import platform
 import re
 import shlex
-import sys
 import sysconfig
-import time
-import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import regex  # comes with tiktoken: the same syntax as its patterns
 import tiktoken
+import torch
 from tqdm import tqdm  # comes with datasets
+
+from common import (
+    Parser,
+    check_settings,
+    one_line_errors,
+    read_json,
+    setting,
+    write_json,
+)
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 BPE_IDS = 8184                  # + 8 specials = 8192
 BPE_SAMPLE = 50_000_000         # characters of text that the BPE is trained on
+BPE_WORD = 1000                 # longer words do not count: each merge would walk through them
 SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare2]", "[spare3]")
-PIECE = 100_000                 # characters given to the tokenizer at once: bounds memory for endless lines
+PIECE = 100_000                 # characters tokenized at once: bounds memory for endless lines
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
-AHEAD = 2_000_000               # characters that are read ahead of the tokenizer: bounds memory for small documents
-BOOKS_ROWS = 1000               # BookCorpus mirrors hold a sentence a row: this many make a document
+AHEAD = 2_000_000               # characters read ahead of the tokenizer: bounds memory
+BOOKS_ROWS = 1000               # BookCorpus mirrors hold a sentence a row: so many make a document
+PATIENCE = 15                   # seconds in which the hub must answer
 
 
-@contextmanager
-def one_line_errors():
-    """A user's mistake (ValueError, OSError) ends the program with one line and exit code 2, not a traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept", file=sys.stderr)
-        sys.exit(130)
+@dataclass
+class DataConfig:
+    """Where text comes from; all fields are flags."""
+    dataset: str = setting("docs", "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), or a "
+                           "hub name[:config]")
+    tokenizer: str = setting("bpe", "bpe: trained on the corpus; gpt2: through tiktoken",
+                             ("bpe", "gpt2"))
+    text_column: str = setting("text", "the column that holds the text")
+    books_dataset: str = setting("SamuelYang/bookcorpus", "hub mirror of BookCorpus for wikibooks")
+    cache: str = setting("cache", "folder for prepared data")
+
+    __post_init__ = check_settings
 
 
-# ---------------------------------------------------------------------------------------------------------
+@dataclass
+class Source:
+    """Where documents come from."""
+    name: str                       # a folder's name in the cache, unique to the content
+    about: dict                     # what stands in meta.json
+    parts: callable                 # -> [(function -> iterator of texts, their size or 0)]; called
+    #                                 only when there is work to do: the hub needs the network
+    val_every: int = 50             # every n-th document is for validation
+    docs: list | None = None        # [(library, text)]: finetune.py --task docs reads docs.json
+
+
+def find_source(dataset, text_column="text", books="SamuelYang/bookcorpus"):
+    """docs, wikibooks, a glob of files, or the name of a hub data set -> Source.
+
+    Raises ValueError, OSError.
+    """
+    if dataset == "docs":
+        return docs_source()
+    name = os.path.expanduser(dataset)
+    found = glob.glob(name, recursive=True) or [name]       # which may have brackets
+    if files := sorted(f for f in found if os.path.isfile(f) and os.path.getsize(f)):
+        return files_source(files, text_column)
+    a_file = Path(dataset).suffix in (*READERS, *OPENERS)
+    if a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
+        raise FileNotFoundError(f"no file with text in it matches {dataset!r}; --dataset takes "
+                                "docs, wikibooks, 'path/*.jsonl' or the name of a hub data set")
+    return hub_source(dataset, text_column, books)
+
+
+def short_hash(text):
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+
+
+# --------------------------------------------------------------------------------------------------
 # Documents: the docs corpus
 
+def docs_source():
+    found = docs_documents()
+    digest = short_hash("\0".join(found))
+    about = {"versions": docs_versions(), "hash": digest}
+    part = partial(iter, found), sum(map(len, found))
+    docs = [(library, text) for text, library in found.items()]
+    return Source(f"docs-{digest}", about, lambda: [part], 10, docs)
+
+
 def docs_documents():
-    """(library, text) of the English that installed packages carry in their docstrings. Read, never imported."""
-    seen = set()
+    """{text: library} of the English that installed packages carry in their docstrings: 12 MB.
+    Read, never imported."""
+    found = {}
     for library, folder in docs_folders().items():
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(folder).parts
             if {"tests", "test", "idlelib", "site-packages", "dist-packages"} & set(parts[:-1]):
                 continue
             for text in docstrings(file):
-                if len(text) >= 100 and text not in seen:
-                    seen.add(text)
-                    yield library, text
+                if len(text) >= 100:
+                    found.setdefault(text, library)
     from pydoc_data.topics import topics  # the language reference, as text
-    yield from (("python", text) for text in dict.fromkeys(topics.values()) if text not in seen)
+    for text in topics.values():
+        found.setdefault(text, "python")
+    return found
 
 
 def docs_folders():
@@ -96,277 +159,249 @@ def docs_folders():
 
 
 def docstrings(file):
-    """Docstrings of a source file, and texts given to add_docstr (torch documents its C functions so)."""
+    """Docstrings of a source file, and texts given to add_docstr (torch documents its C functions
+    so)."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):           # a template, or a test for bad syntax
         return
     for node in ast.walk(tree):
-        text = None
+        texts = []
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
+            texts = [ast.get_docstring(node)]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("add_docstr"):
-            text = next((a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)), None)
-        if text:
-            yield inspect.cleandoc(text)
+            texts = [arg.value for arg in node.args if isinstance(getattr(arg, "value", None), str)]
+        if texts and texts[0]:
+            yield inspect.cleandoc(texts[0])
 
 
 def docs_versions():
     versions = {name: importlib.metadata.version(name) for name in DOCS_LIBRARIES[1:]}
-    return {"python": ".".join(map(str, sys.version_info[:3])), **versions}
+    return {"python": platform.python_version(), **versions}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Documents: local files and the hub, through `datasets`
+# --------------------------------------------------------------------------------------------------
+# Documents: local files
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
-@dataclass
-class Source:
-    """Where documents come from. parts() -> [(function -> iterator of texts, bytes of text or an estimate, 0 = unknown)]."""
-    name: str           # a folder's name in the cache, unique to the content
-    about: dict         # what stands in meta.json
-    parts: callable     # called only when there is work to do: for the hub it needs the network
-    val_every: int      # every n-th document is for validation
-    labels: list | None = None      # docs: the library of each document
-
-
-def find_source(dataset, text_column="text", books="SamuelYang/bookcorpus") -> Source:
-    """'docs', 'wikibooks', a glob of files, or the name of a hub data set -> Source. Raises ValueError, OSError."""
-    if dataset == "docs":
-        documents = list(docs_documents())      # 12 MB: small enough to hold, and hashed to name the folder
-        digest = hashlib.sha256("\0".join(text for _, text in documents).encode()).hexdigest()[:12]
-        about = {"versions": docs_versions(), "documents": len(documents), "hash": digest}
-        size = sum(len(text.encode()) for _, text in documents)
-        part = (lambda: (text for _, text in documents)), size
-        return Source(f"docs-{digest}", about, lambda: [part], 10, [library for library, _ in documents])
-    if files := sorted(f for f in glob.glob(os.path.expanduser(dataset), recursive=True) if os.path.isfile(f)):
-        files = [f for f in files if os.path.getsize(f)]
-        if not files:
-            raise ValueError(f"{dataset}: empty, no text in it")
-        stats = [(os.path.basename(f), os.path.getsize(f), os.stat(f).st_mtime_ns) for f in files]
-        digest = hashlib.sha256(json.dumps([stats, text_column]).encode()).hexdigest()[:12]
-        def parts():
-            return [(lambda f=f: file_documents(f, text_column), estimated_bytes(f)) for f in files]
-        about = {"files": [name for name, _, _ in stats], "text_column": text_column}
-        return Source(f"files-{digest}", about, parts, 50)
-    if re.search(r"[*?\[]|\.(txt|md|jsonl?|csv|parquet|gz|xz|bz2)$|^[./~]", dataset):
-        raise FileNotFoundError(f"no file matches {dataset!r}")
-    hub = ([("wikimedia/wikipedia", "20231101.en", 1), (books, None, BOOKS_ROWS)] if dataset == "wikibooks"
-           else [(*(dataset.split(":") + [None])[:2], 1)])
-    digest = hashlib.sha256(json.dumps([hub, text_column]).encode()).hexdigest()[:12]
-    parts = lambda: [hub_part(name, config, text_column, join) for name, config, join in hub]           # noqa: E731
-    slug = re.sub(r"\W+", "-", dataset)
-    return Source(f"hub-{slug}-{digest}", {"hub": hub, "text_column": text_column}, parts, 50)
-
-
-def estimated_bytes(file):
-    """Text in a file, from its size: compressed English is about 3.5 times smaller."""
-    return os.path.getsize(file) * (3.5 if Path(file).suffix in OPENERS or file.endswith(".parquet") else 1)
+def files_source(files, text_column):
+    stats, parts = [], []
+    for file in files:
+        name, size = os.path.basename(file), os.path.getsize(file)
+        stats.append((name, size, os.stat(file).st_mtime_ns))
+        ratio = 3.5 if Path(file).suffix in (*OPENERS, ".parquet") else 1   # of compressed English
+        parts.append((partial(file_documents, file, text_column), ratio * size))
+    about = {"files": [name for name, *_ in stats], "text_column": text_column}
+    digest = short_hash(json.dumps([stats, text_column]))
+    return Source(f"files-{digest}", about, lambda: parts)
 
 
 def file_documents(file, text_column):
-    """Texts of one local file; one of .txt ends at an empty line."""
-    suffixes = Path(file).suffixes
-    if suffixes and suffixes[-1] in OPENERS:
-        suffixes.pop()
-    kind = FORMATS.get(suffixes[-1] if suffixes else "")
-    if kind is None:
-        raise ValueError(f"{file}: unknown kind of file; known are {', '.join(FORMATS)}, each also with .gz, .xz or .bz2")
-    if kind == "text":
-        yield from text_paragraphs(file)
-        return
-    if kind == "json":
-        check_json(file)
-    import datasets
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)       # what is wrong is said below, in one line
-    try:
-        rows = datasets.load_dataset(kind, data_files=str(Path(file).resolve()), split="train", streaming=True)
-    except Exception as error:      # it looks into the file for its columns, and has many kinds of complaint
-        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
-    yield from column(rows, text_column, file)
+    """Texts of one local file. Raises ValueError if it cannot be read."""
+    path = Path(file)
+    kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    if kind not in READERS:
+        raise ValueError(f"{file}: unknown kind of file; known are {', '.join(READERS)}, each also "
+                         "with .gz, .xz or .bz2")
+    encoding = "utf-8" if READERS[kind] is text_rows else "utf-8-sig"
+    newline = "" if kind == ".csv" else None
+    with OPENERS.get(path.suffix, open)(file, "rt", encoding=encoding, errors="replace",
+                                        newline=newline) as handle:
+        yield from column(READERS[kind](handle), text_column, file)
 
 
-def check_json(file):
-    """Rows of JSON are objects. pyarrow dies of a segmentation fault where the first is null (apache/arrow#47409)."""
-    opener = OPENERS.get(Path(file).suffix, open)
-    with opener(file, "rt", encoding="utf-8-sig", errors="replace") as handle:
-        while (line := read_line(handle, file)) and not line.strip():
-            pass
-    if line.strip()[:1] not in ("{", "["):
-        raise ValueError(f"{file} cannot be read: it begins with {line.strip()[:20]!r}, not with an object in braces")
-
-
-def text_paragraphs(file):
-    """Documents of a plain text file, separated by empty lines, at most PIECE characters at a time."""
-    opener = OPENERS.get(Path(file).suffix, open)
-    with opener(file, "rt", encoding="utf-8", errors="replace") as handle:
-        document, size = [], 0
-        while line := read_line(handle, file):
-            if line.strip() and size < PIECE:
-                document.append(line)
-                size += len(line)
-                continue
+def text_rows(handle):
+    """Documents of a plain text file, separated by empty lines, at most PIECE characters at a
+    time."""
+    document, size = [], 0
+    for line in iter(partial(handle.readline, PIECE), ""):
+        if size >= PIECE or not line.strip():
             yield "".join(document)
-            document, size = [line], len(line)
-        yield "".join(document)
+            document, size = [], 0
+        document.append(line)
+        size += len(line)
+    yield "".join(document)
 
 
-def read_line(handle, file):
+def json_rows(handle):
+    """A row a line, or one list of them."""
+    is_list = handle.read(1000).lstrip().startswith("[")
+    handle.seek(0)
+    yield from json.load(handle) if is_list else map(json.loads, filter(str.strip, handle))
+
+
+def parquet_rows(handle):
+    import pyarrow.parquet  # comes with datasets
+    for batch in pyarrow.parquet.ParquetFile(handle.buffer).iter_batches(1000):
+        yield from batch.to_pylist()
+
+
+READERS = {".txt": text_rows, ".md": text_rows, ".json": json_rows, ".jsonl": json_rows,
+           ".csv": csv.DictReader, ".parquet": parquet_rows}
+csv.field_size_limit(2 ** 31 - 1)       # a document may be longer than 131,072 characters
+
+
+def readable(rows, where):
+    """The same rows; raises ValueError where they break off."""
     try:
-        return handle.readline(PIECE)
-    except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-        raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from None
-
-
-def hub_part(name, config, text_column, join):
-    """A data set of the hub, streamed. Says beforehand what will be downloaded."""
-    from datasets import load_dataset, load_dataset_builder
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)        # a line for each retry
-    try:
-        info = load_dataset_builder(name, config).info
-    except Exception as error:
-        raise ValueError(f"cannot open the hub data set {name!r} ({type(error).__name__}): is the name right and the "
-                         "network there? --dataset docs needs no network, --dataset 'path/*.jsonl' takes files") from None
-    text, download = info.dataset_size or 0, info.download_size or 0
-    print(f"{name}: {download / 1e9:.1f} GB to stream, {text / 1e9:.1f} GB of text; on disk as tokens about "
-          f"{text / 2.2e9:.1f} GB; at 10 MB/s {text / 1e7 / 60:.0f} minutes")
-
-    def documents():
-        rows = column(load_dataset(name, config, split="train", streaming=True), text_column, name)
-        return rows if join == 1 else ("\n".join(group) for group in batched(rows, join))
-    return documents, text
+        yield from rows
+    except Exception as error:      # decompressors, parsers, datasets and networks have many kinds
+        raise ValueError(f"{where} cannot be read, it is damaged or of another kind: "
+                         f"{type(error).__name__}: {error}") from None
 
 
 def column(rows, name, where):
-    """Texts of one column. Raises ValueError naming the columns there are, or what broke under way."""
-    rows = iter(rows)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:      # pyarrow, datasets and the network have many kinds
-            raise ValueError(f"{where} cannot be read: {type(error).__name__}: {error}") from None
-        if name not in row:
-            raise ValueError(f"{where} has no column {name!r}, only {', '.join(row)}: name one with --text_column")
-        if isinstance(row[name], str):
-            yield row[name]
+    """Texts of one column; a row may be a text itself. Raises ValueError naming the columns there
+    are."""
+    rows = readable(rows, where)
+    first = list(itertools.islice(rows, 100))
+    if first and all(isinstance(row, dict) and name not in row for row in first):
+        raise ValueError(f"{where} has no column {name!r}, only {', '.join(map(str, first[0]))}: "
+                         "name one with --text_column")
+    for row in itertools.chain(first, rows):
+        text = row.get(name) if isinstance(row, dict) else row
+        if isinstance(text, str):
+            yield text
 
 
-def batched(items, n):
-    items = iter(items)
-    while group := list(itertools.islice(items, n)):
-        yield group
+# --------------------------------------------------------------------------------------------------
+# Documents: the hub, through `datasets`
+
+def hub_source(dataset, text_column, books):
+    name, _, config = dataset.partition(":")
+    hub = [(name, config or None, 1)]
+    if dataset == "wikibooks":
+        hub = [("wikimedia/wikipedia", "20231101.en", 1), (books, None, BOOKS_ROWS)]
+    about = {"hub": hub, "text_column": text_column}
+    slug, digest = re.sub(r"\W+", "-", dataset), short_hash(json.dumps([hub, text_column]))
+    return Source(f"hub-{slug}-{digest}", about,
+                  lambda: [hub_part(*each, text_column) for each in hub])
 
 
-# ---------------------------------------------------------------------------------------------------------
+def hub_part(name, config, join, text_column):
+    """A data set of the hub, streamed. Says beforehand what will be downloaded."""
+    from datasets import load_dataset, load_dataset_builder
+    from huggingface_hub import HfApi, constants
+    try:
+        if not (os.path.isdir(name) or constants.HF_HUB_OFFLINE):
+            in_time(HfApi().dataset_info, name)
+        info = load_dataset_builder(name, config).info
+    except Exception as error:
+        raise ValueError(f"cannot open the hub data set {name!r} ({type(error).__name__}): is the "
+                         "name right and the network there? --dataset docs needs no network, "
+                         "--dataset 'path/*.jsonl' takes files") from None
+    text, download = info.dataset_size or 0, info.download_size or 0
+    print(f"{name}: {download / 1e9:.1f} GB to stream, {text / 1e9:.1f} GB of text; on disk as "
+          f"tokens about {text / 2.2e9:.1f} GB; at 10 MB/s {text / 1e7 / 60:.0f} minutes")
+
+    def documents():
+        rows = load_dataset(name, config, split="train", streaming=True)
+        texts = column(rows, text_column, name)
+        return texts if join == 1 else iter(lambda: "\n".join(itertools.islice(texts, join)), "")
+    return documents, text
+
+
+def in_time(function, *args):
+    """function(*args). Raises TimeoutError after PATIENCE: without a network, libraries try again
+    for minutes."""
+    with ThreadPool(1) as pool:
+        return pool.apply_async(function, args).get(PATIENCE)
+
+
+# --------------------------------------------------------------------------------------------------
 # Tokenizer
 
-def train_bpe(words: collections.Counter, n_ids: int) -> list[bytes]:
-    """Byte-level byte-pair encoding (Sennrich 2016) -> tokens in order of rank: 256 bytes, then the merges.
+def train_bpe(words, n_ids):
+    """Byte-level byte-pair encoding (Sennrich 2016) -> tokens in order of rank: 256 bytes, then the
+    merges.
 
-    words: Counter of pre-tokens as bytes. Each merge joins the most frequent pair of neighbours; a heap with
-    lazy updates and an index from pair to words keeps it to seconds. Ties go to the smaller pair of bytes.
+    words: {pre-token as bytes: how often}. Each merge joins the most frequent pair of neighbours; a
+    heap and an index from pair to words keep it to seconds. Ties go to the smaller pair of bytes.
     """
+    # A token is written as one character, chr(rank): then joining a pair is str.replace.
     ranks = [bytes([b]) for b in range(256)]
-    items = [(list(bytes([b]) for b in word), count) for word, count in sorted(words.items())]
+    char = {token: chr(rank) for rank, token in enumerate(ranks)}
+    texts, counts = [word.decode("latin-1") for word in words], list(words.values())
     count_of, words_with = collections.Counter(), collections.defaultdict(set)
-    for w, (parts, count) in enumerate(items):
-        for pair in zip(parts, parts[1:]):
-            count_of[pair] += count
+    changed, heap = set(), []
+
+    def count_pairs(w, sign):
+        for pair in map(operator.add, texts[w], texts[w][1:]):
+            count_of[pair] += sign * counts[w]
             words_with[pair].add(w)
-    heap = [(-count, pair) for pair, count in count_of.items()]
-    heapq.heapify(heap)
-    known = set(ranks)
-    while len(ranks) < n_ids and heap:
-        count, pair = heapq.heappop(heap)
-        if -count != count_of[pair]:
-            if count_of[pair] > 0:
-                heapq.heappush(heap, (-count_of[pair], pair))       # its count has changed: back in line
+            changed.add(pair)
+
+    for w in range(len(texts)):
+        count_pairs(w, 1)
+    bar = tqdm(total=n_ids, initial=256, desc="bpe: merging", unit="id", leave=False)
+    while len(ranks) < n_ids and (changed or heap):
+        for a, b in changed:
+            heapq.heappush(heap, (-count_of[a + b], ranks[ord(a)], ranks[ord(b)]))
+        changed.clear()
+        count, left, right = heapq.heappop(heap)
+        pair, merged = char[left] + char[right], left + right
+        if not count or -count != count_of[pair]:      # it has changed: there is another entry
             continue
-        merged = pair[0] + pair[1]
-        if merged not in known:                 # another split of the same bytes may have made it already
-            known.add(merged)
+        if merged not in char:                  # another split of the same bytes may have made it
+            char[merged] = chr(len(ranks))
             ranks.append(merged)
-        changed = set()
-        for w in words_with.pop(pair):
-            parts, count = items[w]
-            for old in zip(parts, parts[1:]):
-                count_of[old] -= count
-                changed.add(old)
-            parts = merge(parts, pair, merged)
-            items[w] = parts, count
-            for new in zip(parts, parts[1:]):
-                count_of[new] += count
-                words_with[new].add(w)
-                changed.add(new)
-        for new in changed:
-            if count_of[new] > 0:
-                heapq.heappush(heap, (-count_of[new], new))
-        del count_of[pair]
+            bar.update()
+        for w in words_with[pair]:
+            count_pairs(w, -1)
+            texts[w] = texts[w].replace(pair, char[merged])
+            count_pairs(w, 1)
     return ranks
 
 
-def merge(parts, pair, merged):
-    """Join every occurrence of the pair in a word's parts, from the left."""
-    out, i = [], 0
-    while i < len(parts):
-        if i + 1 < len(parts) and parts[i] == pair[0] and parts[i + 1] == pair[1]:
-            out.append(merged)
-            i += 2
-        else:
-            out.append(parts[i])
-            i += 1
-    return out
-
-
-def bpe_state(parts) -> dict:
+def bpe_state(parts):
     """Train the corpus's own BPE on a sample that takes equally from each of its parts."""
-    words, share = collections.Counter(), BPE_SAMPLE // len(parts)
-    with tqdm(total=len(parts), desc="bpe: counting words", unit="part", leave=False) as bar:
-        for documents, _ in parts:
-            left = share
-            for text in documents():
-                words.update(regex.findall(GPT2_PATTERN, text[:left]))
-                left -= len(text)
-                if left <= 0:
-                    break
-            bar.update()
-    start = time.time()
-    n_words = len(words)
-    ranks = train_bpe(collections.Counter({w.encode(): n for w, n in words.items()}), BPE_IDS)
-    if len(ranks) < BPE_IDS:                    # a tiny corpus: fill up, so that the specials' ids do not move
-        ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]
-    longest = ", ".join(repr(token.decode("utf-8", "replace")) for token in sorted(ranks, key=len)[-4:])
-    print(f"bpe: {BPE_IDS:,} ids from {n_words:,} different words in {time.time() - start:.0f} s; the longest: {longest}")
+    words = collections.Counter()
+    for documents, _ in parts:
+        left = BPE_SAMPLE // len(parts)
+        for text in tqdm(documents(), desc="bpe: counting words", unit=" documents", leave=False):
+            words.update(regex.findall(GPT2_PATTERN, text[:left]))
+            left -= len(text)
+            if left <= 0:
+                break
+    short = {w.encode("utf-8", "replace"): n for w, n in words.items() if len(w) <= BPE_WORD}
+    ranks = train_bpe(short, BPE_IDS)
+    # A tiny corpus: fill up, so that the specials' ids do not move.
+    ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]
+    longest = [repr(token.decode("utf-8", "replace")) for token in sorted(ranks, key=len)[-4:]]
+    print(f"bpe: {BPE_IDS:,} ids from {len(words):,} different words; the longest: "
+          f"{', '.join(longest)}")
     return tokenizer_state("bpe", GPT2_PATTERN, ranks)
 
 
-def gpt2_state() -> dict:
-    """GPT-2's BPE through tiktoken. Raises ValueError with what to do when its files cannot be had."""
+def gpt2_state():
+    """GPT-2's BPE through tiktoken. Raises ValueError, with what to do, when it cannot be had."""
     try:
-        gpt2 = tiktoken.get_encoding("gpt2")
+        gpt2 = in_time(tiktoken.get_encoding, "gpt2")
     except Exception as error:
-        raise ValueError(
-            f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): --tokenizer bpe needs no network, or set "
-            "TIKTOKEN_CACHE_DIR to a folder in which tiktoken once stored it") from None
+        raise ValueError(f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): "
+                         "--tokenizer bpe needs no network, or set TIKTOKEN_CACHE_DIR to a folder "
+                         "in which tiktoken once stored it") from None
     ranks = sorted(gpt2._mergeable_ranks, key=gpt2._mergeable_ranks.get)
-    return tokenizer_state("gpt2", gpt2._pat_str, ranks, ("<|endoftext|>",))
+    return tokenizer_state("gpt2", gpt2._pat_str, ranks, "<|endoftext|>")
 
 
-def tokenizer_state(name, pattern, ranks, more=()):
+def tokenizer_state(name, pattern, ranks, *more):
     """A tokenizer as JSON can hold it: bytes as latin-1 text, in order of rank."""
     specials = {text: len(ranks) + i for i, text in enumerate((*more, *SPECIALS))}
     ranks = [token.decode("latin-1") for token in ranks]
-    digest = hashlib.sha256(json.dumps([pattern, ranks, specials]).encode()).hexdigest()[:12]
-    return {"name": name, "pattern": pattern, "ranks": ranks, "specials": specials, "hash": digest}
+    state = {"name": name, "pattern": pattern, "ranks": ranks, "specials": specials}
+    return {**state, "hash": tokenizer_hash(state)}
 
 
-def encoding_arguments(state) -> dict:
-    """The arguments of tiktoken.Encoding; checkpoints hold them, so a run is usable without its corpus."""
+def tokenizer_hash(state):
+    return short_hash(json.dumps([state.get(key) for key in ("pattern", "ranks", "specials")]))
+
+
+def encoding_arguments(state):
+    """The arguments of tiktoken.Encoding; checkpoints hold them, so a run is usable without its
+    corpus."""
     ranks = {token.encode("latin-1"): rank for rank, token in enumerate(state["ranks"])}
     return {"name": state["name"], "pat_str": state["pattern"], "mergeable_ranks": ranks,
             "special_tokens": state["specials"]}
@@ -374,20 +409,21 @@ def encoding_arguments(state) -> dict:
 
 def pieces(text):
     """Cut a long document at white space, so that no single call to the tokenizer is large."""
-    while len(text) > PIECE:
-        cut = max(text.rfind(" ", 1, PIECE), text.rfind("\n", 1, PIECE))
-        cut = cut if cut > 0 else PIECE
-        yield text[:cut]
-        text = text[cut:]
-    yield text
+    start = 0
+    while len(text) - start > PIECE:
+        window = text[start + 1:start + PIECE]
+        cut = max(window.rfind(" "), window.rfind("\n")) + 1 or PIECE
+        yield text[start:start + cut]
+        start += cut
+    yield text[start:]
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokens on disk
 
 @dataclass
 class Corpus:
-    """A prepared corpus: two token streams as memory maps, the tokenizer, and the facts about them."""
+    """A prepared corpus: two token streams as memory maps, the tokenizer, and the facts."""
     folder: Path
     meta: dict
     tokenizer: dict             # its state; see tokenizer_state
@@ -402,186 +438,202 @@ class Corpus:
         return len(getattr(self, split)) // (L - 2)
 
     def rows(self, split, index, L):
-        """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the file was cut short."""
-        stream, n = getattr(self, split), L - 2
-        if os.path.getsize(file := self.folder / f"{split}.bin") < stream.nbytes:       # reading on would be a SIGBUS
-            raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare it again")
+        """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the
+        file was damaged under the run."""
+        stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
+        if os.path.getsize(file) < stream.nbytes:       # reading on would be a SIGBUS
+            raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare "
+                          "it again")
+        whole = stream[:len(stream) // n * n].reshape(-1, n)
         out = np.empty((len(index), L), np.int64)
-        out[:, 0], out[:, -1] = self.vocab_size - 8, self.vocab_size - 6            # [CLS], [SEP]
-        for row, i in zip(out, index):
-            row[1:-1] = stream[i * n:(i + 1) * n]
+        out[:, 1:-1] = whole[index]
+        out[:, 0], out[:, -1] = self.vocab_size - 8, self.vocab_size - 6        # [CLS] .. [SEP]
+        if out.max(initial=0) >= self.vocab_size:
+            raise OSError(f"{file} has ids beyond the vocabulary: delete {self.folder} and prepare "
+                          "it again")
         return out
 
 
 class Batches:
-    """Rows in an order that is a function of (seed, index): a new permutation each epoch, nothing to save.
+    """Rows in an order that is a function of (seed, index): a new permutation each epoch, nothing
+    to save.
 
     With a fraction below 1 only that share of the rows is used, the same for every seed.
     """
+
     def __init__(self, corpus: Corpus, L, seed, fraction=1.0):
         self.corpus, self.L, self.seed, self.epoch = corpus, L, seed, None
         self.kept = np.arange(corpus.n_rows("train", L), dtype=np.uint32)
         if fraction < 1:
-            self.kept = np.sort(np.random.default_rng(0).permutation(self.kept)[:round(fraction * len(self.kept))])
+            order = np.random.default_rng(0).permutation(self.kept)
+            self.kept = np.sort(order[:round(fraction * len(order))])
         self.n = len(self.kept)
         if self.n < 1 or corpus.n_rows("val", L) < 1:
-            raise ValueError(f"{corpus.folder} holds {len(corpus.train):,} tokens for training and {len(corpus.val):,} "
-                             f"for validation: too few for one row of {L}; take more text or a smaller --block_size")
+            raise ValueError(f"{corpus.folder} holds {len(corpus.train):,} tokens for training and "
+                             f"{len(corpus.val):,} for validation: too few for one row of {L}; "
+                             "take more text or a smaller --block_size")
 
     def __call__(self, index, size):
-        """The rows index * size .. (index + 1) * size of the endless sequence of epochs -> (size, L) int64."""
-        return self.corpus.rows("train", [self.row(i) for i in range(index * size, (index + 1) * size)], self.L)
+        """The rows index * size .. (index + 1) * size of the endless sequence of epochs
+        -> (size, L) int64."""
+        numbers = []
+        for i in range(index * size, (index + 1) * size):
+            if i // self.n != self.epoch:
+                self.epoch = i // self.n
+                rng = np.random.default_rng((self.seed, self.epoch))
+                self.order = rng.permutation(self.kept)
+            numbers.append(self.order[i % self.n])
+        return self.corpus.rows("train", np.array(numbers), self.L)
 
-    def row(self, i):
-        if i // self.n != self.epoch:
-            self.epoch = i // self.n
-            self.order = np.random.default_rng((self.seed, self.epoch)).permutation(self.kept)
-        return int(self.order[i % self.n])
 
-
-def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text", books="SamuelYang/bookcorpus") -> Corpus:
-    """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError, OSError."""
-    if dataset == "docs" and (folder := newest_docs(cache, tokenizer)):
-        return open_corpus(folder)
+def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text",
+            books_dataset="SamuelYang/bookcorpus") -> Corpus:
+    """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError,
+    OSError."""
     if dataset == "docs":
+        if folder := newest_docs(cache, tokenizer):
+            return open_corpus(folder)
         print("docs: reading the docstrings of the installed packages (half a minute)", flush=True)
-    source = find_source(dataset, text_column, books)
+    source = find_source(dataset, text_column, books_dataset)
     folder = Path(cache) / f"{source.name}-{tokenizer}"
     if not (folder / "meta.json").exists():
         parts = source.parts()
         folder.mkdir(parents=True, exist_ok=True)
-        state_file = folder / "tokenizer.json"
-        if not state_file.exists():
-            write_json(state_file, gpt2_state() if tokenizer == "gpt2" else bpe_state(parts))
-        if source.labels:       # finetune.py --task docs wants the documents with their labels
-            documents, _ = parts[0]
-            write_json(folder / "docs.json", {"every": source.val_every, "rows": list(zip(source.labels, documents()))})
-        tokenize(source, parts, json.loads(state_file.read_text()), folder, dataset)
+        if not (folder / "tokenizer.json").exists():
+            state = gpt2_state() if tokenizer == "gpt2" else bpe_state(parts)
+            write_json(folder / "tokenizer.json", state)
+        if source.docs:
+            write_json(folder / "docs.json", {"every": source.val_every, "rows": source.docs})
+        with one_remedy(folder):
+            state = read_tokenizer(folder)
+        tokenize(source, parts, state, folder, dataset)
     return open_corpus(folder)
 
 
 def newest_docs(cache, tokenizer):
-    """A prepared docs corpus of the very packages that are installed now, so that 25 s of reading are saved."""
-    for meta in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
-        if json.loads(meta.read_text())["source"]["versions"] == docs_versions():
-            return meta.parent
-    return None
+    """A prepared docs corpus of the very packages that are installed now, so that 25 s of reading
+    are saved."""
+    for file in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
+        with contextlib.suppress(ValueError, OSError):      # damaged: prepare sees it, if it counts
+            if read_json(file, source=dict)["source"].get("versions") == docs_versions():
+                return file.parent
 
 
 def tokenize(source, parts, state, folder, dataset):
-    """Documents -> train.bin and val.bin, written aside, then renamed; meta.json last, so it means 'complete'."""
+    """Documents -> train.bin and val.bin, written aside, then renamed; meta.json last, so it means
+    'complete'."""
     encoding, sep = tiktoken.Encoding(**encoding_arguments(state)), state["specials"]["[SEP]"]
-    vocab_size = len(state["ranks"]) + len(state["specials"])
-    dtype = np.uint16 if vocab_size <= 65536 else np.uint32
-    counts, n_bytes, example, document = {"train": 0, "val": 0}, 0, None, -1
-    aside = {split: folder / f"{split}.{os.getpid()}.tmp" for split in counts}
-    files = {split: open(aside[split], "wb") for split in counts}
-    bar = tqdm(total=sum(size for _, size in parts) or None, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}")
-    every_text = (text for documents, _ in parts for text in documents())
-    with bar, files["train"], files["val"], removed(*aside.values()):
-        for document, (text, ids) in enumerate(encoded((text for text in every_text if text.strip()), encoding)):
-            split = "val" if document % source.val_every == 1 else "train"      # the second one already is
-            stream = np.fromiter(itertools.chain(*ids, [sep]), dtype)
+    lengths = {"train": 0, "val": 0}
+    meta = {"dataset": dataset, "source": source.about, "tokenizer": state["name"],
+            "documents": 0, "characters": 0, **determined(state, lengths)}
+    texts = itertools.chain.from_iterable(documents() for documents, _ in parts)
+    total = sum(size for _, size in parts) or None
+    with (TemporaryDirectory(dir=folder) as aside,
+          tqdm(total=total, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}") as bar):
+        files = {split: open(Path(aside, split), "wb") for split in lengths}
+        for text, ids in encoded(filter(str.strip, texts), encoding):
+            # The second one already is for validation.
+            split = "val" if meta["documents"] % source.val_every == 1 else "train"
+            stream = np.fromiter(itertools.chain(*ids, [sep]), meta["dtype"])
             stream.tofile(files[split])
-            counts[split] += len(stream)
-            example = stream[:24].tolist() if document == 0 else example
-            bar.update(len(text.encode("utf-8", "replace")))
-            n_bytes += len(text)
-        if min(counts.values()) == 0:
-            raise ValueError(f"{dataset}: {document + 1} documents with text in it; at least 2 are needed, one to train on "
-                             "and one to validate on")
-        for split in counts:
-            files[split].flush()
-            os.replace(aside[split], folder / f"{split}.bin")
-    meta = {"dataset": dataset, "source": source.about, "tokenizer": state["name"], "tokenizer_hash": state["hash"],
-            "vocab_size": vocab_size, "dtype": np.dtype(dtype).name, "documents": document + 1, "characters": n_bytes,
-            "tokens": counts}
+            lengths[split] += len(stream)
+            meta["documents"] += 1
+            meta["characters"] += len(text)
+            bar.update(len(text))
+        if 0 in lengths.values():
+            raise ValueError(f"{dataset}: {meta['documents']} documents with text in it; at least "
+                             "2 are needed, one to train on and one to validate on")
+        for split, file in files.items():
+            file.close()
+            os.replace(file.name, folder / f"{split}.bin")
     write_json(folder / "meta.json", meta)
-    print(f"tokens: {document + 1:,} documents, {counts['train']:,} tokens to train on, {counts['val']:,} to validate on")
-    print(f"the first ones: {encoding.decode(example)!r}")
+    print(f"tokens: {meta['documents']:,} documents, {lengths['train']:,} tokens to train on, "
+          f"{lengths['val']:,} to validate on")
+    first = np.fromfile(folder / "train.bin", meta["dtype"], 24)
+    print(f"the first ones: {encoding.decode(first.tolist())!r}")
 
 
 def encoded(texts, encoding):
-    """(text, the ids of its pieces) in order. While all cores encode, the next texts are read and decompressed."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    """(text, the ids of its pieces) in order. While all cores encode, the next texts are read and
+    decompressed."""
+    with ThreadPoolExecutor() as pool:
         waiting, size = collections.deque(), 0
-        for text in itertools.chain(texts, [None]):             # None: the end
-            if text is not None:
-                waiting.append((text, [pool.submit(encoding.encode_ordinary, piece) for piece in pieces(text)]))
-                size += len(text)
-            while waiting and (size > AHEAD or text is None):
-                first, jobs = waiting.popleft()
-                size -= len(first)
-                yield first, [job.result() for job in jobs]
+        for text in texts:
+            waiting.append((text, pool.map(encoding.encode_ordinary, pieces(text))))
+            size += len(text)
+            while size > AHEAD:
+                size -= len(waiting[0][0])
+                yield waiting.popleft()
+        yield from waiting
 
 
-@contextmanager
-def removed(*files):
-    """Whatever happens, these are not there afterwards."""
+# --------------------------------------------------------------------------------------------------
+# What is prepared already, and may be damaged
+
+def open_corpus(folder):
+    """A prepared folder -> Corpus. Raises ValueError when it is damaged."""
+    with one_remedy(folder):
+        state, streams, lengths = read_tokenizer(folder), {}, {}
+        meta, known = read_json(folder / "meta.json", tokens=dict), determined(state, lengths)
+        for split in ("train", "val"):
+            stream = np.memmap(folder / f"{split}.bin", known["dtype"], "r")
+            if stream[:10 ** 8].max() >= known["vocab_size"]:
+                raise ValueError(f"{split}.bin has ids beyond the vocabulary")
+            streams[split], lengths[split] = stream, len(stream)
+        if meta | known != meta:
+            raise ValueError(f"meta.json does not say what the other files do: {known}")
+    return Corpus(folder, meta, state, **streams)
+
+
+def determined(state, lengths):
+    """What tokenizer.json and the lengths of the streams say: in meta.json, when all is whole."""
+    vocab_size = len(state["ranks"]) + len(state["specials"])
+    return {"vocab_size": vocab_size, "dtype": "uint16" if vocab_size <= 65536 else "uint32",
+            "tokenizer_hash": state["hash"], "tokens": lengths}
+
+
+def read_tokenizer(folder):
+    state = read_json(folder / "tokenizer.json", name=str, hash=str)
+    if state["hash"] != tokenizer_hash(state):
+        raise ValueError("tokenizer.json: its hash is another")
+    return state
+
+
+@contextlib.contextmanager
+def one_remedy(folder):
+    """What is wrong in a prepared folder is said with what to do. Raises ValueError."""
     try:
         yield
-    finally:
-        for file in files:
-            file.unlink(missing_ok=True)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{folder} is damaged ({error}): delete it and prepare it "
+                         "again") from None
 
 
-def open_corpus(folder) -> Corpus:
-    """A prepared folder -> Corpus. Raises ValueError when it is damaged."""
-    try:
-        meta, state = (json.loads((folder / name).read_text()) for name in ("meta.json", "tokenizer.json"))
-    except ValueError as error:
-        raise ValueError(f"{folder} is damaged ({error}): delete it and prepare it again") from None
-    maps = []
-    for split in ("train", "val"):
-        stream = np.memmap(folder / f"{split}.bin", meta["dtype"], "r")
-        if len(stream) != meta["tokens"][split]:
-            raise ValueError(f"{folder / split}.bin holds {len(stream):,} tokens, not {meta['tokens'][split]:,}: "
-                             f"delete {folder} and prepare it again")
-        maps.append(stream)
-    return Corpus(folder, meta, state, *maps)
+# --------------------------------------------------------------------------------------------------
+
+def word_starts(tokenizer, vocab_size):
+    """(V,) bool: which pieces begin a word, i.e. do not begin with a letter or a digit. Specials
+    do."""
+    if tokenizer is None:
+        raise ValueError("whole_word needs the encoder's tokenizer, to know what begins a word")
+    starts = torch.ones(vocab_size, dtype=torch.bool)
+    for i in range(vocab_size - len(SPECIALS)):
+        piece = tokenizer.decode_single_token_bytes(i)
+        starts[i] = piece[0] < 128 and not piece[:1].isalnum()
+    return starts
 
 
-def write_json(file, value):
-    aside = Path(f"{file}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(value))
-    os.replace(aside, file)
-
-
-# ---------------------------------------------------------------------------------------------------------
-
-class Parser(argparse.ArgumentParser):
-    """--help that reads like a page of a manual: the module's docstring, then a flag a line. A mistake is one line."""
-
-    def __init__(self, script, doc, epilog=None):
-        style = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118)    # noqa: E731
-        super().__init__(usage=f"python {script} [flags]", description=doc, epilog=epilog, formatter_class=style,
-                         allow_abbrev=False)
-
-    def error(self, message):
-        print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
-def add_data_flags(parser):
-    parser.add_argument("--dataset", help="docs, wikibooks, a glob of files ('books/*.jsonl.xz'), or a hub name[:config]")
-    parser.add_argument("--tokenizer", choices=["bpe", "gpt2"], help="bpe: trained on the corpus; gpt2: through tiktoken")
-    parser.add_argument("--text_column", default="text", help="the column that holds the text (default: %(default)s)")
-    parser.add_argument("--books_dataset", default="SamuelYang/bookcorpus",
-                        help="hub mirror of BookCorpus for --dataset wikibooks (default: %(default)s)")
-    parser.add_argument("--cache", default="cache", help="folder for prepared data (default: %(default)s)")
-
-
-def main():
+def main(argv=None):
     parser = Parser("data.py", __doc__)
-    add_data_flags(parser)
-    args = parser.parse_args()
-    args.dataset = args.dataset or "docs"
-    args.tokenizer = args.tokenizer or ("bpe" if args.dataset == "docs" else "gpt2")
+    parser.add_settings("data", DataConfig)
+    given = vars(parser.parse_args(argv))
+    if given.get("dataset", "docs") != "docs":
+        given = {"tokenizer": "gpt2"} | given
     with one_line_errors():
-        corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
-    print(f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M tokens to train on, "
-          f"{len(corpus.val) / 1e6:.2f} M to validate on")
-    flags = [f"--{name} {shlex.quote(str(value))}" for name, value in vars(args).items() if value != parser.get_default(name)]
+        corpus = prepare(**given)
+    print(f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M "
+          f"tokens to train on, {len(corpus.val) / 1e6:.2f} M to validate on")
+    flags = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]
     print("next: python train.py " + " ".join(flags))
 
 

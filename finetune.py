@@ -1,33 +1,34 @@
 """Fine-tune a pre-trained encoder on GLUE or SQuAD and score it, as the papers do it.
 
-    python finetune.py --task docs                                   # no network: which library is this docstring from?
-    python finetune.py --task cola --data_dir glue --seeds 5         # official files: glue/CoLA/train.tsv, dev.tsv
-    python finetune.py --task all --recipe tupe --seeds 5 --predict  # GLUE from the hub, the papers' averages, files to submit
-    python finetune.py --task docs --ckpt scratch                    # the same shape, untrained (bow: bag of words)
-    python finetune.py --task sst2 --ckpt 'out/run/ckpt_*.pt'        # every kept checkpoint: score against steps
-    python finetune.py --task rte --ckpt out/run/finetuned-mnli.pt   # start from the MNLI model's encoder
+    python finetune.py --task docs                  # no network: which library's docstring is this?
+    python finetune.py --task docs --ckpt scratch   # the same shape, untrained (bow: bag of words)
+    python finetune.py --task cola --data_dir glue --seeds 5            # glue/CoLA/train.tsv, ..
+    python finetune.py --task all --recipe tupe --seeds 5 --predict     # GLUE from the hub, files
+    python finetune.py --task sst2 --ckpt 'out/run/ckpt_*.pt'           # score against steps
+    python finetune.py --task rte --ckpt out/run/finetuned-mnli.pt      # from the MNLI model
     python finetune.py --task mnli --predict_text 'A man sleeps. ||| Nobody is awake.'
 
-Takes the newest checkpoint under out/ unless --ckpt names one. Every run is a line of results.jsonl; the table at the
-end has the aggregate over seeds, the spread, and what always giving the commonest answer scores. The best run's model
-is kept beside it as finetuned-<task>.pt. P0 is the paper on relative position prediction, P1 TUPE, P2 TACO, P3 "On
-Position Embeddings in BERT".
+Takes the newest checkpoint under out/ unless --ckpt names one. Every run is a line of
+results.jsonl; the table at the end has the aggregate over seeds, the spread, and what always giving
+the commonest answer scores. The best run's model is kept beside it as finetuned-<task>.pt. P0 is
+the paper on relative position prediction, P1 TUPE, P2 TACO, P3 "On Position Embeddings in BERT".
 """
 
-import argparse
 import csv
 import functools
 import glob
+import itertools
 import json
 import math
 import os
 import re
 import statistics
 import string
-import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from operator import eq, itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -39,36 +40,65 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data import DOCS_LIBRARIES, Parser, encoding_arguments, one_line_errors, prepare, removed
-from model import Encoder, EncoderConfig, read_checkpoint, warm_start
-from train import autocast, can_compile, keep_memory, one_line_failures, pick_device, pick_dtype, stop, write_torch
+from common import (
+    Parser,
+    autocast,
+    can_compile,
+    check_settings,
+    keep_memory,
+    newest_run,
+    one_line_errors,
+    pick_device,
+    pick_dtype,
+    read_checkpoint,
+    read_json,
+    setting,
+    stop,
+    warm_start,
+    write_torch,
+)
+from data import DOCS_LIBRARIES, encoding_arguments, prepare
+from fast import step_or_skip
+from model import Encoder, EncoderConfig, init_weights
 
 EVAL_TOKENS = 16384             # tokens of a batch when nothing is learned
-N_BEST, MAX_ANSWER, MAX_QUESTION = 20, 30, 64           # SQuAD: candidates, and tokens of an answer and of a question (BERT)
-LIBRARY_NAMES = re.compile(r"\b(python|pytorch|torch|numpy|np|pandas|pd|datasets?|hugging ?face)\b", re.IGNORECASE)
+N_BEST = 20                     # SQuAD, as BERT has it: candidates of a question,
+MAX_ANSWER = 30                 # tokens of an answer
+MAX_QUESTION = 64               # and of a question
+HUB_SECONDS = 5                 # how long each of the hub's addresses may take to answer
+LIBRARY_NAMES = re.compile(
+    r"\b(python|pytorch|torch|numpy|np|pandas|pd|datasets?|hugging ?face)\b", re.IGNORECASE
+)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Metrics: (labels, predictions) -> float. Where one is not defined it is 0, so that no table holds a NaN.
+# --------------------------------------------------------------------------------------------------
+# Metrics: (labels, predictions) -> float. Where one is not defined it is 0, so that no table holds
+# a NaN.
 
 def accuracy(labels, predictions):
-    return float(np.mean(np.asarray(labels) == np.asarray(predictions)))
+    return np.mean(np.equal(labels, predictions))
 
 
 def f1_score(labels, predictions):
     """F1 of class 1; 0 where neither the labels nor the predictions hold it."""
-    y, p = np.asarray(labels) == 1, np.asarray(predictions) == 1
-    return float(2 * (y & p).sum() / max(1, y.sum() + p.sum()))
+    ones = np.array([labels, predictions]) == 1             # (2, n)
+    return 2 * ones.all(0).sum() / max(1, ones.sum())
 
 
 def pearson(labels, predictions):
-    """Pearson correlation; 0 where one side is constant or not finite. Of two binary vectors it is Matthews'."""
-    y, p = np.asarray(labels, float), np.asarray(predictions, float)
-    if not np.isfinite([y, p]).all() or np.ptp(y) == 0 or np.ptp(p) == 0:
+    """Pearson correlation; 0 where one side is constant or not finite. Of two binary vectors it is
+    Matthews'."""
+    x = np.array([labels, predictions], float)              # (2, n)
+    if not np.isfinite(x).all() or not np.ptp(x, 1).all():
         return 0.0
-    y, p = y - y.mean(), p - p.mean()
-    y, p = y / np.abs(y).max(), p / np.abs(p).max()         # so that squares of tiny numbers do not vanish
-    return float(np.clip((y * p).sum() / math.sqrt((y * y).sum() * (p * p).sum()), -1, 1))
+    x -= x.mean(1, keepdims=True)
+    y, p = x / np.abs(x).max(1, keepdims=True)              # squares of tiny numbers would vanish
+    r = (y * p).sum() / math.sqrt((y * y).sum() * (p * p).sum())
+    return np.clip(r, -1, 1)
+
+
+def spearman(labels, predictions):
+    return pearson(ranks(labels), ranks(predictions))
 
 
 def ranks(x):
@@ -84,147 +114,193 @@ def normalise_answer(text):
 
 
 def answer_f1(gold, text):
-    """F1 over words of two normalised texts; without words on one side it is 1 if both have none (the v2 script)."""
+    """F1 over the words of two normalised texts; where one has none, 1 if both have none (as the
+    script of v2 does)."""
     gold, text = gold.split(), text.split()
     if not gold or not text:
-        return float(gold == text)
-    return 2 * sum((Counter(gold) & Counter(text)).values()) / (len(gold) + len(text))
+        return gold == text
+    common = Counter(gold) & Counter(text)
+    return 2 * common.total() / (len(gold) + len(text))
 
 
 def over_golds(score):
-    """-> metric of lists of gold texts (none: no answer) and of texts: the best over a question's golds, then the mean."""
+    """-> metric of lists of gold texts (none: no answer) and of texts: the best over a question's
+    golds, then the mean."""
     def metric(labels, predictions):
-        golds = [[g for g in map(normalise_answer, each) if g] or [""] for each in labels]
-        return float(np.mean([max(score(g, normalise_answer(p)) for g in each) for each, p in zip(golds, predictions)]))
+        best = []
+        for golds, text in zip(labels, predictions):
+            golds = [gold for gold in map(normalise_answer, golds) if gold] or [""]
+            best.append(max(score(gold, normalise_answer(text)) for gold in golds))
+        return np.mean(best)
     return metric
 
 
-ACCURACY, F1 = {"accuracy": accuracy}, {"accuracy": accuracy, "f1": f1_score}
-SQUAD = {"em": over_golds(lambda gold, text: gold == text), "f1": over_golds(answer_f1)}
-
-
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tasks and recipes
 
 class Task(NamedTuple):
     """Where a task's rows are, in the official files and on the hub, and how they are scored."""
     folder: str                     # below --data_dir
-    texts: tuple                    # columns of the official files; a number in CoLA's, which have no header
-    hub: tuple                      # the hub's columns
+    texts: tuple                    # columns of the official files
     classes: tuple = ("0", "1")     # as the official file writes them, in the hub's order
-    metrics: dict = ACCURACY
-    label: str | int = "label"
-    # Name in the table or of the file to submit -> (official file, the hub's split).
-    dev: dict = {"": ("dev.tsv", "validation")}
-    test: dict = {}                 # none named: test.tsv, submitted under the folder's name
-    train: dict = {"": ("train.tsv", "train")}
+    metrics: dict = {"accuracy": accuracy}
     kind: str = "class"             # or score, span
+    label: str = "label"
+    hub: tuple = ()                 # the hub's columns, if they have other names
     repo: str = "nyu-mll/glue"
+    header: tuple | None = None     # of train.tsv and dev.tsv, where these have none
+    # Name in the table, or of the file to submit -> the hub's split. Files say dev for validation.
+    dev: dict = {"": "validation"}
+    test: dict = {"": "test"}       # unnamed: under the folder's name
+    suffix: str = ".tsv"
+
+    def score(self, labels, predictions):
+        return {name: float(metric(labels, predictions))
+                for name, metric in self.metrics.items()}
 
 
-def squad(version, repo):
-    return Task("squad", ("question", "context"), (), (), SQUAD, kind="span", repo=repo, train={
-        "": (f"train-{version}.json", "train")}, dev={"": (f"dev-{version}.json", "validation")})
-
-
-NLI, RTE, PAIR = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment"), ("sentence1", "sentence2")
-TASKS = {
+PAIR = ("sentence1", "sentence2")
+NLI, RTE = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
+F1 = {"accuracy": accuracy, "f1": f1_score}
+SQUAD = Task("squad", ("question", "context"), (), kind="span", repo="rajpurkar/squad",
+             metrics={"em": over_golds(eq), "f1": over_golds(answer_f1)},
+             suffix="-v1.1.json")
+GLUE = {
     # GLUE scores CoLA by Matthews, P0 reports accuracy: both, always.
-    "cola": Task("CoLA", (3,), ("sentence",), metrics={"matthews": pearson, **ACCURACY}, label=1),
-    "sst2": Task("SST-2", ("sentence",), ("sentence",)),
-    "mrpc": Task("MRPC", ("#1 String", "#2 String"), PAIR, metrics=F1, label="Quality"),
-    "stsb": Task("STS-B", PAIR, PAIR, (), {"pearson": pearson, "spearman": lambda y, p: pearson(ranks(y), ranks(p))}, "score",
-                 kind="score"),
-    "qqp": Task("QQP", ("question1", "question2"), ("question1", "question2"), metrics=F1, label="is_duplicate"),
-    "mnli": Task("MNLI", PAIR, ("premise", "hypothesis"), NLI, label="gold_label",
-                 dev={"": ("dev_matched.tsv", "validation_matched"), "-mm": ("dev_mismatched.tsv", "validation_mismatched")},
-                 test={"MNLI-m": ("test_matched.tsv", "test_matched"), "MNLI-mm": ("test_mismatched.tsv", "test_mismatched")}),
-    "qnli": Task("QNLI", ("question", "sentence"), ("question", "sentence"), RTE),
-    "rte": Task("RTE", PAIR, PAIR, RTE),
-    "wnli": Task("WNLI", PAIR, PAIR),
-    # Predicted by the MNLI model.
-    "ax": Task("diagnostic", PAIR, ("premise", "hypothesis"), NLI, dev={}, test={"AX": ("diagnostic.tsv", "test")}),
-    "squad": squad("v1.1", "rajpurkar/squad"),
-    "squad_v2": squad("v2.0", "rajpurkar/squad_v2"),
-    "docs": Task("", ("text",), (), DOCS_LIBRARIES),
+    "cola": Task("CoLA", ("sentence",), header=("source", "label", "mark", "sentence"),
+                 metrics={"matthews": pearson, "accuracy": accuracy}),
+    "sst2": Task("SST-2", ("sentence",)),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), metrics=F1, label="Quality", hub=PAIR),
+    "stsb": Task("STS-B", PAIR, (), kind="score", label="score",
+                 metrics={"pearson": pearson, "spearman": spearman}),
+    "qqp": Task("QQP", ("question1", "question2"), metrics=F1, label="is_duplicate"),
+    "mnli": Task("MNLI", PAIR, NLI, label="gold_label", hub=("premise", "hypothesis"),
+                 dev={"": "validation_matched", "-mm": "validation_mismatched"},
+                 test={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}),
+    "qnli": Task("QNLI", ("question", "sentence"), RTE),
+    "rte": Task("RTE", PAIR, RTE),
+    "wnli": Task("WNLI", PAIR),
 }
-GLUE = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "ax")
-METRICS = {name: lambda labels, predictions, task=task: {key: metric(labels, predictions) for key, metric in task.metrics.items()}
-           for name, task in TASKS.items()}
+TASKS = {
+    **GLUE,
+    # Nothing to train on and no labels: the MNLI model predicts it.
+    "ax": GLUE["mnli"]._replace(folder="diagnostic", dev={}, test={"AX": "diagnostic"}),
+    "squad": SQUAD,
+    "squad_v2": SQUAD._replace(suffix="-v2.0.json", repo="rajpurkar/squad_v2"),
+    "docs": Task("", ("text",), DOCS_LIBRARIES),
+}
+METRICS = {name: task.score for name, task in TASKS.items()}
 
-# A value, or one for each task and one for the rest. Warm-up below 1 is a share of the steps. lr_small is for a width
-# below 512. Of several learning rates the best counts. The seeds are what the papers ran; --seeds is 1 by default.
+# A value, or one for each task (squad: both versions), for a width below 512 (narrow) and for the
+# rest. Warm-up below 1 is a share of the steps. Of several learning rates the best counts.
+#
+# Departures. ELECTRA's code has one linear layer on [CLS], warms up to .9 of the rate, has an Adam
+# without bias correction, and learns MRPC and STS-B with the texts in both orders. P2 has another
+# recipe for base size (its table 8), and averages MNLI-m alone in its table 3. P3's SQuAD figure is
+# the best of every 1,000 steps on dev; here the last model is scored.
 REST = ""
 RECIPES = {
     # ELECTRA (Clark 2020, app. B), which P0 follows.
-    "electra": dict(epochs={"rte": 10, "stsb": 10, "squad": 2, "squad_v2": 2, REST: 3}, lr=[1e-4], lr_small=[3e-4],
-                    batch_size=32, warmup=.1, weight_decay=0., eps=1e-6, layer_decay=.8,
-                    length={"squad": 512, "squad_v2": 512, REST: 128}, aggregate="median", seeds=10),
+    "electra": dict(
+        epochs={"rte": 10, "stsb": 10, "squad": 2, REST: 3},
+        lr={"narrow": [3e-4], REST: [1e-4]}, layer_decay=.8,
+        batch_size=32, warmup=.1, weight_decay=0., eps=1e-6,
+        length={"squad": 512, REST: 128}, aggregate="median"
+    ),
     # P1, table 1.
-    "tupe": dict(epochs={"mnli": 5, "qqp": 5, "qnli": 5, REST: 10}, lr=[2e-5, 3e-5, 4e-5, 5e-5], batch_size=32, warmup=.06,
-                 weight_decay=.01, eps=1e-6, layer_decay=1., length=512, aggregate="median", seeds=5),
+    "tupe": dict(
+        epochs={"mnli": 5, "qqp": 5, "qnli": 5, REST: 10},
+        lr=[2e-5, 3e-5, 4e-5, 5e-5], layer_decay=1.,
+        batch_size=32, warmup=.06, weight_decay=.01, eps=1e-6,
+        length=512, aggregate="median"
+    ),
     # P2, tables 6 and 7.
-    "taco": dict(epochs={"mnli": 6, "qqp": 6, REST: 4}, lr=[5e-5],
-                 batch_size={"cola": 32, "stsb": 32, "mrpc": 32, "rte": 32, REST: 64},
-                 warmup={"mnli": 2000, "qqp": 2000, "qnli": 200, "sst2": 200, REST: 100}, weight_decay=0., eps=1e-8,
-                 layer_decay=1., length=128, aggregate="mean", seeds=4),
-    # P3, table 6; the rest is its script's default. Its SQuAD figure is the best of every 1,000 steps on dev: not
-    # followed, the last model is scored (departure).
-    "bert": dict(epochs=3, lr={"squad": [3e-5], "squad_v2": [3e-5], REST: [2e-5]}, batch_size=32, warmup=0, weight_decay=0.,
-                 eps=1e-8, layer_decay=1., length={"squad": 384, "squad_v2": 384, REST: 128}, aggregate="mean", seeds=5),
+    "taco": dict(
+        epochs={"mnli": 6, "qqp": 6, REST: 4},
+        lr=[5e-5], layer_decay=1.,
+        batch_size={"cola": 32, "stsb": 32, "mrpc": 32, "rte": 32, REST: 64},
+        warmup={"mnli": 2000, "qqp": 2000, "qnli": 200, "sst2": 200, REST: 100},
+        weight_decay=0., eps=1e-8,
+        length=128, aggregate="mean"
+    ),
+    # P3, table 6; the rest is its script's default.
+    "bert": dict(
+        epochs=3,
+        lr={"squad": [3e-5], REST: [2e-5]}, layer_decay=1.,
+        batch_size=32, warmup=0, weight_decay=0., eps=1e-8,
+        length={"squad": 384, REST: 128}, aggregate="mean"
+    ),
 }
-# What each paper averages over GLUE: both MNLIs in P1 and P2, the mismatched one alone in P3; never WNLI.
-COMMON = {"cola": "matthews", "sst2": "accuracy", "qnli": "accuracy", "rte": "accuracy", "mnli-mm": "accuracy"}
+# What each paper averages over GLUE: both MNLIs in P1 and P2, the mismatched one alone in P3; never
+# WNLI.
+P3 = {"cola": "matthews", "sst2": "accuracy", "qnli": "accuracy", "rte": "accuracy",
+      "mnli-mm": "accuracy", "qqp": "f1", "mrpc": "f1", "stsb": "spearman"}
 AVERAGES = {
-    "P1": {**COMMON, "mnli": "accuracy", "qqp": "accuracy", "mrpc": "accuracy", "stsb": "pearson"},
-    "P2": {**COMMON, "mnli": "accuracy", "qqp": "f1", "mrpc": "f1", "stsb": "spearman"},
-    "P3": {**COMMON, "qqp": "f1", "mrpc": "f1", "stsb": "spearman"},
+    "P1": {**P3, "mnli": "accuracy", "qqp": "accuracy", "mrpc": "accuracy", "stsb": "pearson"},
+    "P2": {**P3, "mnli": "accuracy"},
+    "P3": P3,
 }
 
 
 def settings(args, name, cfg):
-    """The recipe's row for a task with the flags over it -> namespace of epochs, lr and seeds (lists), batch_size, length, .."""
-    chosen = {key: value.get(name, value.get(REST)) if isinstance(value, dict) else value
-              for key, value in RECIPES[args.recipe].items()}
-    if cfg["d_model"] < 512:
-        chosen["lr"] = chosen.get("lr_small", chosen["lr"])
+    """The recipe's row for a task with the flags over it -> namespace of epochs, lr (a list),
+    batch_size, length, .. cfg: the encoder's configuration as a dictionary."""
+    chosen = dict(RECIPES[args.recipe], recipe=args.recipe, probe=args.freeze_encoder)
+    width = "narrow" if cfg["d_model"] < 512 else REST
+    for key, value in chosen.items():
+        if isinstance(value, dict):
+            chosen[key] = value.get(name.removesuffix("_v2"), value.get(width, value[REST]))
     if name == "docs":
         chosen["epochs"] = 10
-    flags = {key: getattr(args, key) for key in ("epochs", "lr", "batch_size", "length") if getattr(args, key)}
-    return SimpleNamespace(**{**chosen, "length": min(chosen["length"], cfg["max_len"]), **flags,
-                              "recipe": args.recipe, "seeds": range(args.seeds), "probe": args.freeze_encoder})
+    chosen["length"] = min(chosen["length"], cfg["max_len"])
+    given = {key: value for key, value in vars(args).items() if value and key in chosen}
+    return SimpleNamespace(**chosen | given)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Reading rows: (texts, label); in test files (texts, number of the row); in SQuAD's Question
+# --------------------------------------------------------------------------------------------------
+# Reading rows: (texts, label), of SQuAD Questions; in test files the label is the row's number
 
 class Question(NamedTuple):
+    texts: tuple            # question, context
+    golds: list             # texts of the answers; none: it has no answer
+    starts: list            # their first characters in the context
     id: str
-    question: str
-    context: str
-    answers: list           # of (text, first character); none: it has no answer
 
 
-def read_tsv(file, columns, convert):
-    """Official GLUE file -> list of (texts, convert(last column)), list of what is wrong with the other rows, with line.
+@contextmanager
+def damage_is_one_line(file):
+    """What a file of another form than it should have breaks is one line that names it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        about = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file} is damaged, or has another format ({about})") from None
 
-    columns: names or numbers; without a name the file has no header. Tab-separated, no quoting, a BOM or none. A row that
-    has not as many columns as the header is malformed: its texts may be shifted. Raises ValueError on a missing column.
+
+def read_tsv(file, texts, label, convert, header=None):
+    """Official GLUE file -> list of (texts, convert(label)), and list of what is wrong with the
+    other rows, with line.
+
+    texts, label: names of columns; no label: the first column. Tab-separated, no quoting, a BOM or
+    none. A row that has not as many columns as the header is malformed: its texts may be shifted.
+    Raises ValueError on a missing column.
     """
     csv.field_size_limit(2 ** 31 - 1)           # no field is too long
-    rows, bad, named = [], [], [c for c in columns if isinstance(c, str)]
+    rows, bad = [], []
     with open(file, encoding="utf-8-sig", newline="") as handle:
-        reader = csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
+        reader = csv.DictReader(handle, header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
-            header = next(reader, named) if named else [None] * (max(columns) + 1)
-            if missing := [c for c in named if c not in header]:
-                raise ValueError(f"{file} has no column {', '.join(missing)}, only {', '.join(header)}")
-            index = [header.index(c) if c in named else c for c in columns]
-            for row in filter(None, reader):    # an empty line is none
+            there = reader.fieldnames or [*texts, label]
+            label = label or there[0]
+            missing = [name for name in (*texts, label) if name not in there]
+            if missing:
+                raise ValueError(f"{file} has no column {', '.join(missing)}, only "
+                                 f"{', '.join(there)}")
+            for row in reader:
                 try:
-                    if len(row) != len(header):
-                        raise ValueError(f"{len(row)} columns, not {len(header)}")
-                    rows.append((tuple(row[i] for i in index[:-1]), convert(row[index[-1]])))
+                    if None in row or None in row.values():     # too many, or too few
+                        raise ValueError(f"not {len(there)} columns")
+                    rows.append((tuple(row[name] for name in texts), convert(row[label])))
                 except ValueError as error:
                     bad.append(f"line {reader.line_num}: {error}")
         except (csv.Error, UnicodeDecodeError) as error:
@@ -233,7 +309,8 @@ def read_tsv(file, columns, convert):
 
 
 def read_label(task, text):
-    """The label column of an official file -> class index, or a score in 0 .. 5. Raises ValueError."""
+    """The label column of an official file -> class index, or a score in 0 .. 5. Raises
+    ValueError."""
     if task.kind == "score":
         if not 0 <= float(text) <= 5:           # NaN too
             raise ValueError(f"score {text} is not in 0 .. 5")
@@ -244,30 +321,36 @@ def read_label(task, text):
 
 
 def read_squad(file):
-    """SQuAD's JSON, v1.1 or v2.0 -> list of Question, list of what is wrong with the others. Raises ValueError."""
+    """SQuAD's JSON, v1.1 or v2.0 -> list of Question, and list of what is wrong with the others.
+    Raises ValueError."""
     questions, bad = [], []
-    try:
-        articles = json.loads(Path(file).read_text(encoding="utf-8-sig"))["data"]
-        for paragraph, q in ((p, q) for article in articles for p in article["paragraphs"] for q in p["qas"]):
-            answers = [] if q.get("is_impossible") else [(a["text"], a["answer_start"]) for a in q["answers"]]
-            if all(paragraph["context"].startswith(text, start) for text, start in answers):
-                questions.append(Question(q["id"], q["question"], paragraph["context"], answers))
-            else:
-                bad.append(f"question {q['id']}: its answer is not at its place in the context")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not in SQuAD's format ({type(error).__name__}: {error})") from None
+    with damage_is_one_line(file):
+        for article in read_json(file)["data"]:
+            for paragraph in article["paragraphs"]:
+                context = paragraph["context"]
+                for q in paragraph["qas"]:
+                    golds = [answer["text"] for answer in q["answers"]]
+                    starts = [answer["answer_start"] for answer in q["answers"]]
+                    if all(map(context.startswith, golds, starts)):
+                        questions.append(
+                            Question((q["question"], context), golds, starts, q["id"]))
+                    else:
+                        bad.append(f"question {q['id']}: its answer is not at its place in the "
+                                   "context")
     return questions, bad
 
 
 def read_file(name, path, split, skip_bad=False):
-    """Official file -> rows. A malformed row is an error with file and line, or is counted (--skip_bad_rows)."""
-    task, convert = TASKS[name], functools.partial(read_label, TASKS[name])
+    """Official file -> rows. A malformed row is an error with file and line, or is counted
+    (--skip_bad_rows)."""
+    task = TASKS[name]
     if task.kind == "span":
         rows, bad = read_squad(path)
-    elif split == "test":                       # the first column is the row's number; CoLA's has a header, with the hub's name
-        rows, bad = read_tsv(path, (*(task.hub if name == "cola" else task.texts), 0), int)
+    elif split == "test":
+        rows, bad = read_tsv(path, task.texts, None, int)
     else:
-        rows, bad = read_tsv(path, (*task.texts, task.label), convert)
+        convert = functools.partial(read_label, task)
+        rows, bad = read_tsv(path, task.texts, task.label, convert, task.header)
     if bad and not skip_bad:
         raise ValueError(f"{path}, {bad[0]}; --skip_bad_rows leaves such rows out")
     if bad:
@@ -278,45 +361,67 @@ def read_file(name, path, split, skip_bad=False):
 
 
 def hub_rows(name, split, test=False):
-    """A split of the hub's data set, in the form the official files give. Raises ValueError without a network."""
+    """A split of the hub's data set, in the form the official files give. Raises ValueError without
+    a network."""
+    import datasets
+    from huggingface_hub import constants, utils
     task = TASKS[name]
-    from datasets import load_dataset
     try:
-        rows = load_dataset(task.repo, None if task.kind == "span" else name, split=split)
+        utils.get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except Exception:       # no answer: then from its cache or not at all, it would try for minutes
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        rows = datasets.load_dataset(task.repo, None if task.kind == "span" else name, split=split)
     except Exception as error:
-        raise ValueError(f"cannot fetch {task.repo} ({name}) from the hub ({type(error).__name__}): name a folder with the "
-                         "official files with --data_dir, or take --task docs, which needs no network") from None
-    if task.kind == "span":
-        return [Question(r["id"], r["question"], r["context"], list(zip(r["answers"]["text"], r["answers"]["answer_start"])))
-                for r in rows]
-    return [(tuple(row[column] for column in task.hub), row["idx" if test else "label"]) for row in rows]
+        raise ValueError(f"cannot fetch {task.repo} ({name}) from the hub "
+                         f"({type(error).__name__}): name a folder with the official files with "
+                         "--data_dir, or take --task docs, which needs no network") from None
+    found = []
+    for r in rows:
+        texts = tuple(r[column] for column in task.hub or task.texts)
+        if task.kind == "span":
+            golds = r["answers"]
+            found.append(Question(texts, golds["text"], golds["answer_start"], r["id"]))
+        else:
+            found.append((texts, r["idx" if test else "label"]))
+    return found
 
 
 def docs_rows(cache):
-    """Which library does a docstring come from? Libraries' names are masked as whole words (numpy, but not from_numpy);
-    tested on pre-training's validation documents."""
-    folder = prepare("docs", "bpe", cache).folder
-    stored = json.loads((folder / "docs.json").read_text())
-    rows = [((LIBRARY_NAMES.sub("[MASK]", text),), DOCS_LIBRARIES.index(library)) for library, text in stored["rows"]]
-    # The same split as data.tokenize makes.
-    is_test = [i % stored["every"] == 1 for i in range(len(rows))]
-    return [r for r, test in zip(rows, is_test) if not test], {"docs": [r for r, test in zip(rows, is_test) if test]}
+    """Which library does a docstring come from? -> training rows, {"docs": rows to score}.
+
+    Libraries' names are masked as whole words (numpy, but not from_numpy); tested on pre-training's
+    validation documents.
+    """
+    train, test = [], []
+    with damage_is_one_line(f"a docs folder in {cache} (delete it, it is prepared again)"):
+        stored = read_json(prepare("docs", "bpe", cache).folder / "docs.json")
+        class_of = dict(zip(DOCS_LIBRARIES, itertools.count()))
+        for number, row in enumerate(stored["rows"]):
+            text = LIBRARY_NAMES.sub("[MASK]", row[1])
+            # The same split as data.tokenize makes.
+            split = test if number % stored["every"] == 1 else train
+            split.append(((text,), class_of[row[0]]))
+    return train, {"docs": test}
 
 
 def read_split(name, args, split):
-    """'train', 'dev' or 'test' -> {name in the table, or of the file to submit: rows}. Raises ValueError, OSError.
+    """'train', 'dev' or 'test' -> {name in the table, or of the file to submit: rows}.
 
-    A file that is not there is one printed line, unless it is the training file or the first one to score.
+    A file that is not there is one printed line, unless it is the training file or the first one to
+    score. Raises ValueError, OSError.
     """
-    task, found = TASKS[name], {}
-    files = getattr(task, split) or ({task.folder: ("test.tsv", "test")} if split == "test" else {})
-    for key, (file, hub_split) in files.items():
-        key, path = key if split == "test" else name + key, Path(args.data_dir or "") / task.folder / file
-        if task.kind == "span" and not path.exists():
-            path = path.parent.parent / file    # SQuAD's files may lie in --data_dir itself
+    task, found, is_test = TASKS[name], {}, split == "test"
+    for key, part in getattr(task, split, {"": "train"}).items():
+        key = key or task.folder if is_test else name + key
         if not args.data_dir:
-            found[key] = hub_rows(name, hub_split, split == "test")
-        elif not path.exists() and (split == "test" or found):
+            found[key] = hub_rows(name, "test" if name == "ax" else part, is_test)
+            continue
+        file = part.replace("validation", "dev") + task.suffix
+        path = Path(args.data_dir, task.folder, file)
+        if task.kind == "span" and not path.exists():
+            path = Path(args.data_dir, file)    # SQuAD's files may lie in --data_dir itself
+        if not path.exists() and (is_test or found):
             print(f"{key}: {path} is not there, left out")
         else:
             found[key] = read_file(name, path, split, args.skip_bad_rows)
@@ -324,18 +429,19 @@ def read_split(name, args, split):
 
 
 def read_task(name, args):
-    """-> training rows ([] with --eval_only), {name in the table: evaluation rows}. Raises ValueError, OSError."""
+    """-> training rows ([] with --eval_only), {name in the table: rows to score}. Raises
+    ValueError, OSError."""
     if name == "docs":
         train, evaluations = docs_rows(args.cache)
     else:
-        train = [] if args.eval_only else read_split(name, args, "train")[name]
+        train = [] if args.tuned else read_split(name, args, "train")[name]
         evaluations = read_split(name, args, "dev")
-    limit = args.limit_train or (500 if name == "docs" else len(train))
+    limit = args.limit_train or (500 if name == "docs" else None)
     order = np.random.default_rng(0).permutation(len(train))[:limit]
     return [train[i] for i in order], evaluations
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rows of ids
 
 class Window(NamedTuple):
@@ -347,565 +453,707 @@ class Window(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    rows: list              # (ids, label): a class, a score, or (first, last) of the answer's tokens, (0, 0) for none
-    labels: list            # what the metrics compare with: one a row, or a question's gold texts
-    windows: list = None    # SQuAD: one a row
+    rows: list              # (ids, label): class, score, or (first, last) token of the answer
+    windows: list           # SQuAD: one a row
 
 
 def encode(texts, tokenizer, cfg, length):
-    """One or two texts -> [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length` ids, the longest cut first."""
-    # 16 characters an id are more than text needs: a long document is not tokenised only to be cut.
-    parts = [tokenizer.encode(text[:16 * length], allowed_special={"[MASK]"}, disallowed_special=()) for text in texts]
+    """One or two texts -> [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length` ids, the longest
+    cut first."""
+    parts = []
+    for text in texts:
+        # 16 characters an id are more than text needs: a long document is not tokenised only to be
+        # cut.
+        parts.append(tokenizer.encode(text[:16 * length], allowed_special={"[MASK]"},
+                                      disallowed_special=()))
     room = length - 1 - len(parts)
     while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
-    return [cfg.cls_id] + [i for part in parts for i in part + [cfg.sep_id]]
+    ids = [cfg.cls_id]
+    for part in parts:
+        ids += [*part, cfg.sep_id]
+    return ids
 
 
 @functools.lru_cache(maxsize=1)                 # a context's questions stand together
 def token_spans(tokenizer, text):
-    """-> ids, (n, 2) first and last character + 1 of each. A character cut in two by the byte-level BPE is in both."""
+    """-> ids, (n, 2) first and last character + 1 of each. A character cut in two by the byte-level
+    BPE is in both."""
     ids = tokenizer.encode_ordinary(text)
     data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-    character = np.cumsum((data & 0xC0) != 0x80) - 1        # of each byte: all but a character's first are 10xxxxxx
-    ends = np.cumsum([len(piece) for piece in tokenizer.decode_tokens_bytes(ids)], dtype=int)
-    starts = np.concatenate(([0], ends))[:-1]
-    return ids, np.stack((character[starts], character[ends - 1] + 1), axis=1)
+    # The character of each byte: all bytes but a character's first one are 10xxxxxx.
+    character = np.cumsum((data & 0xC0) != 0x80) - 1
+    sizes = np.array([len(piece) for piece in tokenizer.decode_tokens_bytes(ids)], int)
+    ends = np.cumsum(sizes)
+    return ids, np.stack((character[ends - sizes], character[ends - 1] + 1), axis=1)
 
 
 def windows(number, question, tokenizer, cfg, length):
-    """Question -> list of ((ids, label), Window): [CLS] question [SEP] part of the context [SEP], a part every length // 3.
+    """Question -> list of ((ids, label), Window): [CLS] question [SEP] part of the context [SEP], a
+    part every length // 3.
 
     The label is (0, 0), [CLS], where the answer is not wholly in the part, as BERT has it.
     """
-    q = tokenizer.encode_ordinary(question.question)[:min(MAX_QUESTION, length // 2)]
-    context, spans = token_spans(tokenizer, question.context)
-    offset, room = len(q) + 2, length - len(q) - 3
-    text, start = question.answers[0] if question.answers else ("", 0)
-    inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < start + len(text)))             # the answer's tokens
+    asked, text = question.texts
+    q = tokenizer.encode_ordinary(asked)[:min(MAX_QUESTION, length // 2)]
+    context, spans = token_spans(tokenizer, text)
+    offset = len(q) + 2
+    room = length - offset - 1
+    # Which tokens of the context are the answer's?
+    start, size = (question.starts[0], len(question.golds[0])) if question.golds else (0, 0)
+    of_answer = (spans[:, 1] > start) & (spans[:, 0] < start + size)
     found, step = [], min(length // 3, room)
-    for first in range(0, max(1, len(context) - room + step), step):            # until a part has reached the end
-        part = context[first:first + room]
-        whole = len(inside) and first <= inside[0] and inside[-1] < first + len(part)
-        label = (int(inside[0]) - first + offset, int(inside[-1]) - first + offset) if whole else (0, 0)
-        found.append((([cfg.cls_id, *q, cfg.sep_id, *part, cfg.sep_id], label),
-                      Window(number, question.context, spans[first:first + room], offset)))
+    for first in range(0, max(1, len(context) - room + step), step):    # until one reaches the end
+        part = slice(first, first + room)
+        inside = np.flatnonzero(of_answer[part]) + offset
+        whole = 0 < of_answer.sum() == len(inside)
+        label = tuple(inside[[0, -1]].tolist()) if whole else (0, 0)
+        ids = [cfg.cls_id, *q, cfg.sep_id, *context[part], cfg.sep_id]
+        found.append(((ids, label), Window(number, text, spans[part], offset)))
     return found
 
 
 def encode_rows(model, rows):
     """Rows as read -> Encoded for this model."""
     tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
-    if model.kind != "span":
-        return Encoded([(encode(texts, tokenizer, cfg, model.length), label) for texts, label in rows], [y for _, y in rows])
-    found = [pair for number, q in enumerate(rows) for pair in windows(number, q, tokenizer, cfg, model.length)]
-    return Encoded([row for row, _ in found], [[text for text, _ in q.answers] for q in rows], [w for _, w in found])
+    encoded, places = [], []
+    for number, row in enumerate(rows):
+        if model.kind == "span":
+            parts, where = zip(*windows(number, row, tokenizer, cfg, model.length))
+            encoded += parts
+            places += where
+        else:
+            encoded.append((encode(row[0], tokenizer, cfg, model.length), row[1]))
+    return Encoded(encoded, places)
 
 
 def batches(rows, size, rng=None):
-    """Rows of near lengths together, so that little is padding -> (rows of one batch). Shuffled when rng is given."""
+    """Rows of near lengths together, so that little is padding -> (rows of one batch). Shuffled
+    when rng is given."""
     order = rng.permutation(len(rows)) if rng else np.arange(len(rows))
-    window = 50 * size if rng else len(rows)            # sorted by length within a window: still random enough
+    window = 50 * size if rng else len(rows)    # sorted by length within one: random enough
     groups = []
-    for start in range(0, len(rows), window):
-        near = sorted(order[start:start + window], key=lambda i: len(rows[i][0]))
-        groups += [near[i:i + size] for i in range(0, len(near), size)]
-    for g in (rng.permutation(len(groups)) if rng else range(len(groups))):
+    for part in np.split(order, range(window, len(rows), window)):
+        near = sorted(part, key=lambda i: len(rows[i][0]))
+        groups += np.split(near, range(size, len(near), size))
+    for g in rng.permutation(len(groups)) if rng else range(len(groups)):
         yield groups[g]
 
 
 def collate(rows, pad_id, device):
-    """-> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or (B, 2); L is the longest of the batch."""
+    """-> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or (B, 2); L is the
+    longest of the batch."""
     longest = max(len(ids) for ids, _ in rows)
     tokens = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids, _ in rows])
-    labels = torch.tensor([label for _, label in rows])
+    padded = (tokens == pad_id).any()
+    tensors = tokens, torch.tensor([label for _, label in rows])
     if device.type == "cuda":                   # pinned memory is copied while the host goes on
-        tokens, labels = tokens.pin_memory(), labels.pin_memory()
-    tokens, labels = tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    return tokens, tokens == pad_id if any(len(ids) < longest for ids, _ in rows) else None, labels
+        tensors = [x.pin_memory() for x in tensors]
+    tokens, labels = [x.to(device, non_blocking=True) for x in tensors]
+    return tokens, tokens == pad_id if padded else None, labels
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Model
 
 class Classifier(nn.Module):
-    """Encoder with a task's head: on [CLS] dropout, dense, tanh, dropout, linear; for spans one linear layer on every token.
+    """Encoder with a task's head: on [CLS] dropout, dense, tanh, dropout, linear; for spans one
+    linear layer on every token.
 
     probe: the encoder stays as it is, one linear layer on [CLS] learns (--freeze_encoder).
     """
+
     def __init__(self, encoder, name, length, probe=False):
         super().__init__()
-        self.encoder, self.name, self.length, self.probe, self.kind = encoder, name, length, probe, TASKS[name].kind
-        C, n_out = encoder.config.d_model, {"class": len(TASKS[name].classes), "score": 1, "span": 2}[self.kind]
-        dense = [] if probe or self.kind == "span" else [nn.Dropout(0.1), nn.Linear(C, C), nn.Tanh()]
+        task, C = TASKS[name], encoder.config.d_model
+        self.encoder, self.name, self.kind = encoder, name, task.kind
+        self.length, self.probe = length, probe
+        dense = []
+        if not probe and task.kind != "span":
+            dense = [nn.Dropout(0.1), nn.Linear(C, C), nn.Tanh()]
+        n_out = len(task.classes) or {"score": 1, "span": 2}[task.kind]
         self.head = nn.Sequential(*dense, nn.Dropout(0.1), nn.Linear(C, n_out))
-        for layer in (layer for layer in self.head if isinstance(layer, nn.Linear)):
-            nn.init.normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
+        self.head.apply(init_weights)
         encoder.requires_grad_(not probe)
 
     def forward(self, tokens, pad):
-        """-> (B, n_class) logits, (B,) scores, or (B, 2, L) logits of the first and the last token of a span."""
-        hidden = self.encoder(tokens, pad=pad)                                      # (B, L, C)
+        """-> (B, n_class) logits, (B,) scores, or (B, 2, L) logits of the first and the last token
+        of a span."""
+        hidden = self.encoder(tokens, pad=pad)                  # (B, L, C)
         if self.kind != "span":
-            return self.head(hidden[:, 0]).float().squeeze(-1)      # (B, 1) -> (B,); more classes than one stay
-        out = self.head(hidden).float().transpose(1, 2)                             # (B, L, 2) -> (B, 2, L)
-        return out if pad is None else out.masked_fill(pad[:, None], float("-inf"))
+            return self.head(hidden[:, 0]).float().squeeze(-1)  # (B, n_class); (B, 1) -> (B,)
+        out = self.head(hidden).float().transpose(1, 2)         # (B, L, 2) -> (B, 2, L)
+        return out if pad is None else out.masked_fill(pad[:, None], -math.inf)
 
     def loss(self, tokens, pad, labels):
         out = self(tokens, pad)
         if self.kind == "score":
             return F.mse_loss(out, labels)
-        return F.cross_entropy(out.flatten(0, -2), labels.flatten())                # spans: (2B, L), (2B,)
+        return F.cross_entropy(out.flatten(0, -2), labels.flatten())    # spans: (2B, L), (2B,)
 
     def train(self, mode=True):
         super().train(mode)
-        self.encoder.train(mode and not self.probe)                 # a frozen encoder has no dropout either
+        self.encoder.train(mode and not self.probe)     # a frozen encoder has no dropout either
         return self
-
-
-def newest_run():
-    """Folder of the newest checkpoint under out/. Raises FileNotFoundError."""
-    if not (found := glob.glob("out/*/ckpt.pt")):
-        raise FileNotFoundError("no checkpoint under out/: pre-train one (python train.py), or take --ckpt scratch")
-    return os.path.dirname(max(found, key=os.path.getmtime))
 
 
 def home(args):
     """The folder where results and fine-tuned models lie: --out_dir, else the run's."""
     if args.out_dir or args.ckpt in ("scratch", "bow"):
         return args.out_dir or "out"
-    ckpt = args.ckpt or newest_run()
-    return ckpt if os.path.isdir(ckpt) else os.path.dirname(re.split(r"[*?\[]", ckpt)[0]) or "."
+    folder = args.ckpt
+    while not os.path.isdir(folder):            # a file, or a glob
+        folder = os.path.dirname(folder) or "."
+    return folder
 
 
-def find_sources(name, args):
-    """-> list of paths, or ['scratch'], to start from; what a glob finds in the order of steps. Raises FileNotFoundError."""
-    if args.eval_only:
-        place = args.ckpt if args.ckpt and args.task != "all" else home(args)
-        return [os.path.join(place, f"finetuned-{name}.pt") if os.path.isdir(place) else place]
-    if args.ckpt in (None, "scratch") or os.path.exists(args.ckpt) or not re.search(r"[*?\[]", args.ckpt):
-        return [args.ckpt or newest_run()]
-    if not (files := glob.glob(args.ckpt)):
-        raise FileNotFoundError(f"no file matches {args.ckpt!r}")
-    kept = [file for file in files if os.path.basename(file) != "ckpt_prev.pt"]     # another name of one of them
+def find_sources(ckpt):
+    """--ckpt -> list of paths, or ['scratch'], to start from; what a glob finds in the order of
+    steps. Raises FileNotFoundError."""
+    if ckpt == "scratch" or os.path.exists(ckpt):
+        return [ckpt]
+    files = glob.glob(ckpt)
+    if not files:
+        raise FileNotFoundError(f"no checkpoint at {ckpt}")
+    # ckpt_prev.pt is another name of one of them.
+    kept = [file for file in files if not file.endswith("ckpt_prev.pt")]
     return sorted(kept or files, key=lambda file: read_checkpoint(file).get("step", 0))
 
 
-def read_start(source, cache, tuned_on=None):
-    """A path or 'scratch' -> checkpoint dictionary with `source`, its name in the table. Raises ValueError, OSError."""
+def read_start(source, cache):
+    """A path or 'scratch' -> checkpoint dictionary with `source`, its name in the table. Raises
+    ValueError, OSError."""
     if source != "scratch":
         start = read_checkpoint(source)
-        if tuned_on and start.get("task") != tuned_on:
-            raise ValueError(f"{source} is no model fine-tuned on {tuned_on}; python finetune.py --task {tuned_on} makes one")
-        return {**start, "source": source + (f" ({start['task']})" if "task" in start else "")}
+        return {**start, "source": f"{source} ({start['task']})" if "task" in start else source}
     if glob.glob("out/*/ckpt.pt"):
         run = newest_run()
-        return {**read_checkpoint(run), "model": {}, "step": 0, "source": f"scratch, shaped like {run}"}
+        about = {"model": {}, "step": 0, "source": f"scratch, shaped like {run}"}
+        return read_checkpoint(run) | about
     corpus = prepare("docs", "bpe", cache)
-    return {"config": asdict(EncoderConfig(vocab_size=corpus.vocab_size)), "tokenizer": encoding_arguments(corpus.tokenizer),
-            "tokenizer_hash": corpus.meta["tokenizer_hash"], "model": {}, "source": "scratch, demo"}
+    return {
+        "config": asdict(EncoderConfig(vocab_size=corpus.vocab_size)),
+        "tokenizer": encoding_arguments(corpus.tokenizer),
+        "tokenizer_hash": corpus.meta["tokenizer_hash"],
+        "model": {},
+        "source": "scratch, demo",
+    }
 
 
 def make_model(start, name, length, seed, probe=False):
-    """A start's encoder with a head for the task -> Classifier. Raises ValueError if the weights do not fit.
+    """A start's encoder with a head for the task -> Classifier. Raises ValueError if the weights do
+    not fit.
 
-    A length beyond max_len extends position tables with fresh rows. The head is fresh, but for a model fine-tuned on
-    this very task.
+    A length beyond max_len extends position tables with fresh rows. The head is fresh, but for a
+    model fine-tuned on this very task.
     """
+    if length < 8:
+        raise ValueError(f"rows of {length} ids are too short: --length must be 8 or more")
     torch.manual_seed(seed)
-    encoder = Encoder(EncoderConfig(**{**start["config"], "max_len": max(length, start["config"]["max_len"])}))
+    cfg = start["config"]
+    encoder = Encoder(EncoderConfig(**{**cfg, "max_len": max(length, cfg["max_len"])}))
     encoder.tokenizer = tiktoken.Encoding(**start["tokenizer"])
     model = Classifier(encoder, name, length, probe)
-    parts = ("encoder.", "head.") if (start.get("task"), start.get("probe")) == (name, probe) else ("encoder.",)
-    if weights := {key: value for key, value in start["model"].items() if key.startswith(parts)}:
-        new = warm_start(model, {**start, "model": weights}, start["source"])["new"]
-        if missing := [key for key in new if key.startswith(parts)]:
-            raise ValueError(f"{start['source']} does not fit this model: missing {', '.join(missing[:3])}")
+    same = (start.get("task"), start.get("probe")) == (name, probe)
+    weights = {key: value for key, value in start["model"].items()
+               if same or key.startswith("encoder.")}
+    if weights:
+        done = warm_start(model, {**start, "model": weights}, start["source"])
+        missing = [key for key in done["new"] if same or key.startswith("encoder.")]
+        if missing:
+            raise ValueError(f"{start['source']} does not fit this model: missing "
+                             f"{', '.join(missing[:3])}")
     return model
 
 
 def save_model(file, model, start, row):
-    """All that is needed to use the model, written aside, then renamed. model.load() takes its encoder."""
-    about = {key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data") if key in start}
-    about |= {"task": model.name, "classes": TASKS[model.name].classes, "length": model.length, "probe": model.probe, "row": row,
-              "config": asdict(model.encoder.config)}
-    aside = Path(f"{file}.{os.getpid()}.tmp")
-    with removed(aside):
-        with open(aside, "wb") as handle:
-            write_torch(handle, {**about, "model": {key: value.cpu() for key, value in model.state_dict().items()}})
-        os.replace(aside, file)
+    """All that is needed to use the model. model.load() takes its encoder."""
+    write_torch(file, {
+        **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")
+           if key in start},
+        "task": model.name,
+        "classes": TASKS[model.name].classes,
+        "length": model.length,
+        "probe": model.probe,
+        "row": row,
+        "config": asdict(model.encoder.config),
+        "model": {key: value.cpu() for key, value in model.state_dict().items()},
+    })
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Training and predicting
+def load_tuned(name, args):
+    """finetuned-<name>.pt of --ckpt or --out_dir -> its dictionary, Classifier. Raises ValueError,
+    OSError."""
+    place = args.out_dir if args.task == "all" else args.ckpt
+    file = os.path.join(place, f"finetuned-{name}.pt") if os.path.isdir(place) else place
+    start = read_start(file, args.cache) if os.path.exists(file) else {}
+    if start.get("task") != name:
+        raise ValueError(f"no model fine-tuned on {name} at {file}: python finetune.py --task "
+                         f"{name} makes one")
+    with damage_is_one_line(file):
+        model = make_model(start, name, start["length"], 0, start["probe"])
+        row = start["row"]
+        json.dumps([row, hash(row["lr"]), row["seed"]])     # are they there, and plain?
+    return start, model.to(args.device)
 
-class Machine(NamedTuple):
-    device: torch.device
-    dtype: torch.dtype
-    compile: bool
 
+# --------------------------------------------------------------------------------------------------
+# Training
 
 def param_groups(model, lr, layer_decay, weight_decay):
-    """Head lr, top layer lr * layer_decay, and so on down; words and shared positional tables lowest.
+    """Head lr, top layer lr * layer_decay, and so on down; words and shared positional tables
+    lowest.
 
-    ELECTRA's code decays once more below the head: its top layer has lr * layer_decay^2 (departure).
-    Weight decay is on matrices only. Frozen weights are left out.
+    ELECTRA's code decays once more below the head: its top layer has lr * layer_decay^2
+    (departure). Weight decay is on matrices only. Frozen weights are left out.
     """
-    n, groups = len(model.encoder.blocks), {}
+    n_layer, groups = len(model.encoder.blocks), {}
     for name, p in model.named_parameters():
+        # rel_k has a table a layer.
+        layer = re.match(r"encoder\.(?:blocks|pe\.parts\.rel_k\.tables)\.(\d+)\.", name)
+        depth = n_layer - int(layer[1]) if layer else n_layer + 1
+        if name.startswith("head."):
+            depth = 0
         if p.requires_grad:
-            layer = re.match(r"encoder\.(?:blocks|pe\.parts\.rel_k\.tables)\.(\d+)\.", name)       # rel_k has a table a layer
-            depth = 0 if name.startswith("head.") else n - int(layer[1]) if layer else n + 1
-            groups.setdefault((lr * layer_decay ** depth, weight_decay if p.dim() >= 2 else 0.0), []).append(p)
-    return [{"params": params, "lr": peak, "peak": peak, "weight_decay": decay} for (peak, decay), params in groups.items()]
+            key = lr * layer_decay ** depth, weight_decay if p.dim() >= 2 else 0.0
+            groups.setdefault(key, []).append(p)
+    return [{"params": params, "peak": peak, "weight_decay": decay}
+            for (peak, decay), params in groups.items()]
 
 
 def schedule(step, steps, warmup):
-    """Share of the peak at a step: linear warm-up (below 1: a share of the steps), then linear to 0."""
+    """Share of the peak at a step: linear warm-up (below 1: a share of the steps), then linear to
+    0."""
     warmup = warmup * steps if warmup < 1 else warmup
     return min((step + 1) / max(1, warmup), (steps - step) / max(1, steps - warmup), 1.0)
 
 
-def train_one(model, rows, chosen, lr, seed, machine):
-    """Fine-tune in place: AdamW, the recipe's schedule, clip 1. Exits with 1 when the loss is not finite."""
+def train_one(model, rows, chosen, lr, seed, args):
+    """Fine-tune in place on rows of (ids, label), with what settings() gives. Exits with 1 when
+    loss or gradient are not finite."""
     torch.manual_seed(seed)
-    rng, device, title = np.random.default_rng(seed), machine.device, f"{model.name} seed {seed}"
-    if machine.compile:
-        torch._dynamo.reset()                   # graphs of the task before count towards dynamo's limit
-        model.compile(dynamic=True)             # lengths differ from batch to batch: one graph for all, not one for each
-    optimizer = torch.optim.AdamW(param_groups(model, lr, chosen.layer_decay, chosen.weight_decay), eps=chosen.eps, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
-    steps = chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
-    order = (group for _ in range(chosen.epochs) for group in batches(rows, chosen.batch_size, rng))
+    rng = np.random.default_rng(seed)
+    if args.compile:
+        torch._dynamo.reset()           # graphs of the task before count towards dynamo's limit
+        model.compile(dynamic=True)     # lengths differ from batch to batch: one graph for all
+    optimizer = torch.optim.AdamW(
+        param_groups(model, lr, chosen.layer_decay, chosen.weight_decay),
+        eps=chosen.eps, fused=True)
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
+    parameters = list(model.parameters())
+    skipped, steps = 0, chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
+    epochs = (batches(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
+    bar = tqdm(itertools.chain.from_iterable(epochs), f"{model.name} seed {seed}", steps,
+               leave=False, disable=None)
     model.train()
-    for step, group in enumerate(tqdm(order, total=steps, desc=title, unit="step", disable=None, leave=False)):
+    for step, group in enumerate(bar, 1):
+        # The learning rate: each layer has its own peak, all rise and fall together.
         for param_group in optimizer.param_groups:
-            param_group["lr"] = param_group["peak"] * schedule(step, steps, chosen.warmup)
-        batch = collate([rows[i] for i in group], model.encoder.config.pad_id, device)
-        with autocast(device, machine.dtype):
+            param_group["lr"] = param_group["peak"] * schedule(step - 1, steps, chosen.warmup)
+
+        # Rows of near lengths, padded to the longest of them; forward and backward.
+        batch = collate([rows[i] for i in group], model.encoder.config.pad_id, args.device)
+        with autocast(args.device, args.dtype):     # inside it matrix products take 16 bits
             loss = model.loss(*batch)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        if ((step + 1) % 200 == 0 or step + 1 == steps) and not torch.isfinite(loss):      # seldom: it waits for the device
-            stop(1, f"{title}: the loss is not finite at step {step + 1} of {steps}; try a lower --lr, or --dtype float32")
 
+        # Clip the gradient to norm 1 and update the weights; one that is not finite is skipped.
+        skipped += step_or_skip(parameters, optimizer, scaler)
+
+        # Is all well? Seldom asked: here the host waits for the device. (With fp16 some updates
+        # are skipped while the scaler looks for its scale.)
+        if step % 200 == 0 or step == steps:
+            if not loss.isfinite() or (skipped and not scaler.is_enabled()):
+                stop(1, f"{model.name} seed {seed}: loss or gradient not finite near step {step} "
+                        f"of {steps}; try a lower --lr, or --dtype float32")
+
+
+# --------------------------------------------------------------------------------------------------
+# Predicting
 
 @torch.no_grad()
-def outputs(model, rows, machine):
-    """-> list of the model's float32 output for each row: (n_class,), () or (2, length of the row)."""
+def outputs(model, rows, args):
+    """-> list of the model's float32 output for each row: (n_class,), (), or (2, L) with L of the
+    longest row of its batch."""
     model.eval()
     found = [None] * len(rows)
     for group in batches(rows, max(1, EVAL_TOKENS // max(len(ids) for ids, _ in rows))):
-        tokens, pad, _ = collate([rows[i] for i in group], model.encoder.config.pad_id, machine.device)
-        with autocast(machine.device, machine.dtype):
-            out = model(tokens, pad).cpu().numpy()
-        for i, one in zip(group, out):
-            found[i] = one[:, :len(rows[i][0])] if model.kind == "span" else one
+        batch = collate([rows[i] for i in group], model.encoder.config.pad_id, args.device)
+        with autocast(args.device, args.dtype):
+            for i, out in zip(group, model(*batch[:2]).cpu().numpy()):
+                found[i] = out
     return found
 
 
-def predict(model, encoded, machine, null_threshold=0.0):
-    """-> one prediction a row or question: class index, score, or text."""
-    found = outputs(model, encoded.rows, machine)
+def ranked(model, rows, args):
+    """Rows as read -> for each [(score, answer), ..]: of every class, of the likeliest texts
+    (squad_v2: and of "", no answer), or the one score."""
+    encoded = encode_rows(model, rows)
+    found = outputs(model, encoded.rows, args)
     if model.kind == "span":
-        threshold = null_threshold if model.name == "squad_v2" else math.inf        # v1: every question has an answer
-        return ["" if null - best[0][0] > threshold else best[0][1] for best, null in candidates(found, encoded)]
-    return [int(one.argmax()) if model.kind == "class" else float(one) for one in found]
+        return candidates(found, encoded.windows,
+                          args.null_threshold if model.name == "squad_v2" else math.inf)
+    if model.kind == "score":
+        return [[(0.0, float(score))] for score in found]
+    return [list(zip(logits.tolist(), range(len(logits)))) for logits in found]
+
+
+def predict(model, rows, args):
+    """Classifier or bag_of_words() -> one prediction a row: class index, score, or text."""
+    if not isinstance(model, Classifier):
+        return model.predict(rows)
+    return [max(pairs, key=itemgetter(0))[1] for pairs in ranked(model, rows, args)]
 
 
 def n_best(first, last, k=N_BEST, longest=MAX_ANSWER):
-    """(n,), (n,) logits of a window's tokens -> up to k (score, i, j), best first, i <= j < i + longest."""
-    beyond = np.full(longest, -np.inf, last.dtype)
-    ends = np.lib.stride_tricks.sliding_window_view(np.concatenate((last, beyond)), longest)[:len(first)]
-    scores = first[:, None] + ends                                                  # (n, longest): i, j - i
-    best = np.argsort(-scores, axis=None, kind="stable")[:k]
-    return [(float(scores.flat[b]), int(b) // longest, int(b) // longest + int(b) % longest) for b in best
-            if np.isfinite(scores.flat[b])]
+    """(n,), (n,) logits of a window's tokens -> up to k (score, i, j), best first,
+    i <= j < i + longest."""
+    i, more = np.indices((len(first), longest)).reshape(2, -1)
+    i, j = np.stack((i, i + more))[:, i + more < len(first)]
+    scores = first[i] + last[j]
+    best = np.argsort(-scores, kind="stable")[:k]
+    return list(zip(scores[best].tolist(), i[best].tolist(), j[best].tolist()))
 
 
-def candidates(found, encoded):
-    """Outputs -> for each question [(score, text), ..], best first, and its null score: the lowest of its windows' (BERT)."""
-    texts, null = [[(-math.inf, "")] for _ in encoded.labels], [math.inf] * len(encoded.labels)
-    for out, w in zip(found, encoded.windows):
-        null[w.question] = min(null[w.question], float(out[:, 0].sum()))            # both ends at [CLS]
-        # Cut from the context by characters: decoding the ids could lose a part of one.
-        texts[w.question] += [(score, w.context[w.spans[i, 0]:w.spans[j, 1]].strip())
-                              for score, i, j in n_best(*out[:, w.offset:w.offset + len(w.spans)])]
-    return [(sorted(each, key=lambda pair: -pair[0])[:N_BEST], lowest) for each, lowest in zip(texts, null)]
+def candidates(found, windows, threshold):
+    """Outputs -> for each question [(score, text), ..], best first, then its null score, less the
+    threshold, with "": the lowest of its windows' (BERT)."""
+    answers = []
+    for _, group in itertools.groupby(zip(found, windows), lambda pair: pair[1].question):
+        pairs, null = [], []
+        for out, w in group:
+            null.append(float(out[:, 0].sum()))                 # both ends at [CLS]
+            first, last = out[:, w.offset:w.offset + len(w.spans)]
+            for score, i, j in n_best(first, last):
+                # Cut from the context by characters: decoding ids could lose a part of one.
+                pairs.append((score, w.context[w.spans[i, 0]:w.spans[j, 1]].strip()))
+        pairs.sort(key=itemgetter(0), reverse=True)
+        answers.append([*pairs[:N_BEST], (min(null) - threshold, "")])
+    return answers
 
 
-def bag_of_words(rows, evaluations):
-    """TF-IDF with logistic regression on the same rows -> {name: predictions}."""
+def bag_of_words(rows):
+    """What words tell without their order: TF-IDF with logistic regression on these rows
+    -> scikit-learn's model.
+
+    Of a pair: the words of each text, of the second one also whether the first has them, and of how
+    many that is true, in tenths.
+    """
     try:
         from sklearn.feature_extraction.text import TfidfVectorizer
         from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
     except ImportError:
-        raise ValueError("--ckpt bow needs scikit-learn: pip install -r requirements-dev.txt") from None
-    vectors = TfidfVectorizer(sublinear_tf=True)
-    x = vectors.fit_transform(" ".join(texts) for texts, _ in rows)
-    model = LogisticRegression(C=10, max_iter=1000).fit(x, [label for _, label in rows])
-    return {name: model.predict(vectors.transform(" ".join(texts) for texts, _ in found)).tolist()
-            for name, found in evaluations.items()}
+        raise ValueError("--ckpt bow needs scikit-learn: pip install -r "
+                         "requirements-dev.txt") from None
+    words = TfidfVectorizer().build_analyzer()
+
+    def features(row):
+        first, *second = map(words, row[0])
+        found = [f"a {w}" for w in first]
+        for b in second:
+            found += [f"b {w}" for w in b] + [f"b, in a: {w in first} {w}" for w in b]
+            share = sum(w in first for w in b) / max(1, len(b))
+            found += [f"share {tenth}" for tenth in range(int(10 * share))]
+        return found
+
+    model = make_pipeline(TfidfVectorizer(analyzer=features, sublinear_tf=True),
+                          LogisticRegression(C=10 if len(rows[0][0]) == 1 else 1, max_iter=1000))
+    return model.fit(rows, [label for _, label in rows])
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Results
 
-def record(name, scored, folder, **facts):
-    """{name in the table: (labels, predictions)} -> lines of results.jsonl, printed.
+def record(name, evaluations, began, model, args, facts):
+    """{name in the table: rows}, a model -> lines of results.jsonl, printed.
 
-    `constant` is what the commonest answer, always given, scores.
+    `constant` is what the commonest answer, always given, scores. began: time.time() at the start;
+    facts: what else the lines say.
     """
-    rows, metrics = [], METRICS[name]
-    for where, (labels, predictions) in scored.items():
-        answer = "" if TASKS[name].kind == "span" else Counter(labels).most_common(1)[0][0]
-        constant, found = metrics(labels, [answer] * len(labels)), metrics(labels, predictions)
+    found = []
+    for where, rows in evaluations.items():
+        labels, predictions = [row[1] for row in rows], predict(model, rows, args)
+        answer = "" if TASKS[name].kind == "span" else statistics.mode(labels)
+        metrics = METRICS[name](labels, predictions)
+        constant = METRICS[name](labels, [answer] * len(labels))
         majority = constant.get("accuracy", constant.get("em", 0.0))
-        rows.append({"task": where, **facts, "metrics": found, "constant": constant, "majority": majority,
-                     "one_class": len(set(predictions)) == 1})
-        print(f"{where} seed {facts['seed']}" + (f" lr {facts['lr']:g}: " if facts["lr"] else ": ")
-              + ", ".join(f"{key} {value:.4f}" for key, value in found.items())
-              + f" (majority {majority:.4f}), {facts['seconds']:.0f} s", flush=True)
-        with open(folder / "results.jsonl", "a") as handle:
-            handle.write(json.dumps(rows[-1]) + "\n")
-    return rows
+        found.append({**facts, "task": where, "metrics": metrics, "constant": constant,
+                      "majority": majority, "one_class": len(set(predictions)) == 1,
+                      "seconds": time.time() - began})
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+        print(f"{where} seed {facts['seed']} lr {facts['lr']}: {shown} (majority {majority:.4f}), "
+              f"{time.time() - began:.0f} s", flush=True)
+        with open(args.out_dir / "results.jsonl", "a") as handle:
+            handle.write(json.dumps(found[-1]) + "\n")
+    return found
 
 
-def aggregate(results, recipe):
-    """Runs -> {(start, task, metric): (aggregate, values, runs)}, of the learning rate whose first metric is best (P1)."""
-    middle, table = getattr(statistics, RECIPES[recipe]["aggregate"]), {}
-    for source, where in dict.fromkeys((r["ckpt"], r["task"]) for r in results):
-        mine = [r for r in results if (r["ckpt"], r["task"]) == (source, where)]
-        by_lr = [[r for r in mine if r["lr"] == lr] for lr in dict.fromkeys(r["lr"] for r in mine)]
-        first, *_ = mine[0]["metrics"]
-        best = max(by_lr, key=lambda rows: middle([r["metrics"][first] for r in rows]))
-        for metric in mine[0]["metrics"]:
-            values = [r["metrics"][metric] for r in best]
-            table[source, where, metric] = middle(values), values, best
-    return table
+def best_runs(results, middle):
+    """Rows -> {(start, task): rows of the learning rate whose first metric is best} (P1). middle:
+    of several seeds."""
+    groups = {}
+    for row in results:
+        by_lr = groups.setdefault((row["ckpt"], row["task"]), {})
+        by_lr.setdefault(row["lr"], []).append(row)
+
+    def first_metric(rows):
+        return middle(next(iter(row["metrics"].values())) for row in rows)
+
+    return {key: max(by_lr.values(), key=first_metric) for key, by_lr in groups.items()}
 
 
 def paper_averages(scores):
-    """{(task, metric): score} -> {paper: its own average over GLUE, or the list of tasks that it lacks}."""
-    lacks = {paper: [pair[0] for pair in each.items() if pair not in scores] for paper, each in AVERAGES.items()}
-    return {paper: lacks[paper] or statistics.mean(scores[pair] for pair in each.items()) for paper, each in AVERAGES.items()}
+    """{(task, metric): score} -> {paper: its own average over GLUE, or the list of tasks that it
+    lacks}."""
+    found = {}
+    for paper, measures in AVERAGES.items():
+        lacking = [pair[0] for pair in measures.items() if pair not in scores]
+        found[paper] = lacking or statistics.mean(scores[pair] for pair in measures.items())
+    return found
 
 
 def report(results, args):
-    """The table: aggregate over seeds, spread, what a constant answer scores, from what each row started."""
-    table, name = aggregate(results, args.recipe), RECIPES[args.recipe]["aggregate"]
-    print(f"\n{'':10}{'metric':10}{name:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}{'lr':>7}{'seeds':>7}"
-          f"{'s a run':>9}  start")
-    for (source, where, metric), (middle, values, rows) in table.items():
-        std = statistics.stdev(values) if len(values) > 1 else 0.0
-        seconds, lr = statistics.mean(r["seconds"] for r in rows), f"{rows[0]['lr']:g}" if rows[0]["lr"] else "-"
-        print(f"{where:10}{metric:10}{middle:8.3f}{min(values):8.3f}{max(values):8.3f}{std:7.3f}{rows[0]['constant'][metric]:10.3f}"
-              f"{lr:>7}{len(values):7}{seconds:9.0f}  {source}")
-    if (tried := len({row["lr"] for row in results})) > 1:
-        print(f"lr: the best of {tried}, chosen on the rows that are scored here, as P1 does")
-    if collapsed := [f"{r['task']} seed {r['seed']} lr {r['lr'] or 0:g}" for r in results if r["one_class"]]:
-        print(f"collapsed: {len(collapsed)} of {len(results)} scores come from one answer always given: {', '.join(collapsed)}")
-    # An average is over one start; with --eval_only every task has its own file, in one folder.
-    begun = {r["ckpt"]: os.path.dirname(r["ckpt"]) if args.eval_only else r["ckpt"] for r in results}
-    for source in dict.fromkeys(begun.values()) if args.task == "all" else ():
-        scores = {(where, metric): found[0] for (start, where, metric), found in table.items() if begun[start] == source}
-        for paper, mean in paper_averages(scores).items():
-            print(f"{paper}'s average: " + (f"not without {', '.join(mean)}" if isinstance(mean, list) else f"{mean:.4f}")
-                  + f"  {source}")
+    """The table: aggregate over seeds, spread, what a constant answer scores, from what each row
+    started."""
+    name, scores = RECIPES[args.recipe]["aggregate"], {}
+    middle = getattr(statistics, name)
+    print(f"\n{'':10}{'metric':10}{name:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}{'lr':>7}"
+          f"{'seeds':>7}{'s a run':>9}  start")
+    for (source, where), rows in best_runs(results, middle).items():
+        # An average is over one start; with --eval_only every task has its own file, in one folder.
+        start = os.path.dirname(source) if args.eval_only else source
+        for metric, constant in rows[0]["constant"].items():
+            values = [row["metrics"][metric] for row in rows]
+            scores.setdefault(start, {})[where, metric] = middle(values)
+            print(f"{where:10}{metric:10}{middle(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
+                  f"{np.std(values, ddof=len(values) > 1):7.3f}{constant:10.3f}"
+                  f"{rows[0]['lr']!s:>7}{len(values):7}"
+                  f"{statistics.mean(row['seconds'] for row in rows):9.0f}  {source}")
+    tried = {row["lr"] for row in results}
+    if len(tried) > 1:
+        print(f"lr: the best of {len(tried)}, chosen on the rows that are scored here, as P1 does")
+    collapsed = [f"{row['task']} seed {row['seed']} lr {row['lr']}" for row in results
+                 if row["one_class"]]
+    if collapsed:
+        print(f"collapsed: {len(collapsed)} of {len(results)} scores come from one answer always "
+              f"given: {', '.join(collapsed)}")
+    for start, of_start in scores.items() if args.task == "all" else ():
+        for paper, mean in paper_averages(of_start).items():
+            shown = f"{mean:.4f}" if isinstance(mean, float) else f"not without {', '.join(mean)}"
+            print(f"{paper}'s average: {shown}  {start}")
 
 
-def write_predictions(name, model, args, machine, folder):
-    """Files as gluebenchmark.com takes them; for SQuAD, whose test is not public, the JSON of the dev file."""
-    task, span = TASKS[name], TASKS[name].kind == "span"
-    for key, rows in read_split(name, args, "dev" if span else "test").items():
-        predictions = predict(model, encode_rows(model, rows), machine, args.null_threshold)
-        if span:
-            file, text = folder / f"{key}.json", json.dumps({q.id: text for q, text in zip(rows, predictions)})
+def write_predictions(name, model, args):
+    """Files as gluebenchmark.com takes them; for SQuAD, whose test is not public, the JSON of the
+    dev file."""
+    task = TASKS[name]
+    files = read_split(name, args, "dev" if task.kind == "span" else "test")
+    if name == "mnli":
+        files |= read_split("ax", args, "test")
+    for key, rows in files.items():
+        predictions = predict(model, rows, args)
+        if task.kind == "span":
+            file = args.out_dir / f"{key}.json"
+            text = json.dumps({row.id: answer for row, answer in zip(rows, predictions)})
         else:
-            shown = [task.classes[p] if task.classes else f"{min(max(p, 0.0), 5.0):.3f}" for p in predictions]
-            file, lines = folder / f"{key}.tsv", [f"{index}\t{answer}\n" for (_, index), answer in zip(rows, shown)]
-            text = "index\tprediction\n" + "".join(lines)
-        file.write_text(text, encoding="utf-8", newline="\n")
+            file, text = args.out_dir / f"{key}.tsv", "index\tprediction\n"
+            for (_, index), p in zip(rows, predictions):
+                answer = task.classes[p] if task.classes else f"{min(max(p, 0.0), 5.0):.3f}"
+                text += f"{index}\t{answer}\n"
+        file.write_bytes(text.encode())
         print(f"predictions: {len(rows):,} rows in {file}")
 
 
-def predict_text(args, machine):
-    """--predict_text: print classes with probabilities, the score, or the likeliest answers. Raises ValueError, OSError."""
-    args.eval_only, name, texts = True, args.task, [text.strip() for text in args.predict_text.split("|||")]
-    task = TASKS[name]
+def predict_text(args):
+    """--predict_text: print classes with probabilities, the score, or the likeliest answers. Raises
+    ValueError, OSError."""
+    name, task = args.task, TASKS[args.task]
+    texts = [text.strip() for text in args.predict_text.split("|||")]
     if len(texts) != len(task.texts):
-        raise ValueError(f"{name} takes {len(task.texts)} text(s), 'one ||| other'; {len(texts)} given")
-    start = read_start(find_sources(name, args)[0], args.cache, name)
-    model = make_model(start, name, start["length"], 0, start["probe"]).to(machine.device)
+        raise ValueError(f"{name} takes {len(task.texts)} text(s), 'one ||| other'; {len(texts)} "
+                         "given")
     if name == "docs":
-        texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]             # as the task's rows are
-    encoded = encode_rows(model, [Question("", *texts, []) if task.kind == "span" else (texts, 0)])
-    found = outputs(model, encoded.rows, machine)
+        texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]     # as the task's rows are
+    start, model = load_tuned(name, args)
+    [pairs] = ranked(model, [Question(texts, [], [], "")], args)
     print(f"{start['source']}:")
+    scores, answers = zip(*pairs)
     if task.kind == "score":
-        return print(f"{float(found[0]):.3f}")
-    pairs, null = (list(zip(found[0].tolist(), task.classes)), 0) if task.kind == "class" else candidates(found, encoded)[0]
-    pairs += [(null, "(no answer)")] * (name == "squad_v2")
-    pairs = [(score, text) for score, text in pairs if score > -math.inf]
-    p = torch.tensor([score for score, _ in pairs]).softmax(0).tolist()
-    for share, text in sorted(zip(p, [text for _, text in pairs]), reverse=True)[:5]:
-        print(f"{share:.4f}  {text}")
+        print(f"{answers[0]:.3f}")
+        return
+    shares = torch.tensor(scores).softmax(0).tolist()
+    for share, answer in sorted(zip(shares, task.classes or answers), reverse=True)[:5]:
+        if share:
+            print(f"{share:.4f}  {answer or '(no answer)'}")
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The program
 
+@dataclass
+class FinetuneConfig:
+    """The flags; None is for the recipe, the run or the machine to decide."""
+    task: str = setting("docs", "all: GLUE, and each paper's own average", (*TASKS, "all"))
+    ckpt: str | None = setting(None, "run folder or checkpoint, fine-tuned or not, or a glob of "
+                               "them (default: the newest under out/); scratch: untrained; bow: "
+                               "bag of words")
+    data_dir: str | None = setting(None, "folder with GLUE's official folders, or SQuAD's JSON "
+                                   "(default: from the hub)")
+    skip_bad_rows: bool = setting(False, "leave malformed rows out, and count them")
+    limit_train: int | None = setting(None, "training rows (default: all; docs 500)", "[1, 1e9]")
+    freeze_encoder: bool = setting(False, "train one linear layer on the frozen encoder: a probe")
+    recipe: str = setting("electra", "electra is P0's, tupe P1's, taco P2's, bert P3's",
+                          tuple(RECIPES))
+    seeds: int = setting(1, "runs, with seeds 0, 1, ..; the papers: electra 10, tupe 5, taco 4, "
+                         "bert 5", "[1, 1000]")
+    lr: tuple | None = setting(None, "of the head; the best of several counts", "(0, 1e9)")
+    epochs: int | None = setting(None, "passes over the rows; docs: 10 in every recipe",
+                                 "[1, 10000]")
+    batch_size: int | None = setting(None, "rows an update", "[1, 1e6]")
+    length: int | None = setting(None, "ids a row at most (default: the recipe's, or the model's "
+                                 "max_len if smaller); beyond max_len position tables get fresh "
+                                 "rows", "[1, 100000]")
+    eval_only: bool = setting(False, "score finetuned-<task>.pt of --ckpt or --out_dir, train "
+                              "nothing")
+    predict: bool = setting(False, "write the files that GLUE takes, or SQuAD's JSON, to --out_dir")
+    predict_text: str | None = setting(None, "'one ||| other': print classes and probabilities")
+    null_threshold: float = setting(0.0, "squad_v2: no answer where the null score is higher by "
+                                    "more; not tuned on dev")
+    out_dir: str | None = setting(None, "where results.jsonl, the model and predictions go "
+                                  "(default: the run's folder)")
+    cache: str = setting("cache", "folder of prepared data")
+    device: str | None = setting(None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps"))
+    dtype: str | None = setting(None, "default: what the device does best",
+                                ("float32", "bfloat16", "float16"))
+    compile: bool | None = setting(None, "torch.compile with dynamic shapes: pays in long runs "
+                                   "only (default: off)")
+
+    __post_init__ = check_settings
+
+    @property
+    def tuned(self):
+        """Is a fine-tuned model used, and nothing trained?"""
+        return self.eval_only or self.predict_text or self.task == "ax"
+
+
 def parse_args(argv=None):
-    """-> flags; what the recipe decides is None unless given. Exits with 2 on a mistake."""
+    """-> FinetuneConfig. Exits with 2 on a mistake."""
     parser = Parser("finetune.py", __doc__)
-    group = parser.add_argument_group("what is trained")
-    group.add_argument("--task", choices=[*TASKS, "all"], required=True, help="all: GLUE, and each paper's own average")
-    group.add_argument("--ckpt", help="run folder or checkpoint, fine-tuned or not, or a glob of them (default: the newest under "
-                       "out/); scratch: untrained; bow: bag of words")
-    group.add_argument("--data_dir", help="folder with GLUE's official folders, or SQuAD's JSON (default: from the hub)")
-    group.add_argument("--skip_bad_rows", action="store_true", help="leave malformed rows out, and count them")
-    group.add_argument("--limit_train", type=int, help="training rows (default: all; docs 500)")
-    group.add_argument("--freeze_encoder", action="store_true", help="train one linear layer on the frozen encoder: a probe")
-    group = parser.add_argument_group("recipe")
-    group.add_argument("--recipe", choices=RECIPES, default="electra", help="electra is P0's, tupe P1's, taco P2's, bert P3's "
-                       "(default: %(default)s)")
-    seeds = ", ".join(f"{name} {recipe['seeds']}" for name, recipe in RECIPES.items())
-    group.add_argument("--seeds", type=int, default=1, help=f"runs, with seeds 0, 1, .. (default: 1; the papers: {seeds})")
-    group.add_argument("--lr", type=float, nargs="+", help="of the head; the best of several counts")
-    group.add_argument("--epochs", type=int, help="docs: 10 in every recipe")
-    group.add_argument("--batch_size", type=int)
-    group.add_argument("--length", type=int, help="ids a row at most (default: the recipe's, or the model's max_len if smaller); "
-                       "beyond max_len position tables get fresh rows")
-    group = parser.add_argument_group("using a fine-tuned model")
-    group.add_argument("--eval_only", action="store_true", help="score finetuned-<task>.pt of --ckpt or --out_dir, train nothing")
-    group.add_argument("--predict", action="store_true", help="write the files that GLUE takes, or SQuAD's JSON, to --out_dir")
-    group.add_argument("--predict_text", metavar="TEXT", help="'one ||| other': print classes and probabilities")
-    group.add_argument("--null_threshold", type=float, default=0.0, help="squad_v2: no answer where the null score is higher by "
-                       "more (default: %(default)s, not tuned on dev)")
-    group = parser.add_argument_group("running")
-    group.add_argument("--out_dir", help="where results.jsonl, the model and predictions go (default: the run's folder)")
-    group.add_argument("--cache", default="cache", help="folder of prepared data (default: %(default)s)")
-    group.add_argument("--device", choices=["cpu", "cuda", "mps"], help="default: cuda, else mps, else cpu")
-    group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default: what the device does best")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False,
-                       help="torch.compile with dynamic shapes: pays in long runs only (default: off)")
-    args = parser.parse_args(argv)
+    parser.add_settings("flags", FinetuneConfig)
     with one_line_errors():
-        for name in ("seeds", "epochs", "batch_size", "length", "limit_train", "lr"):
-            given = getattr(args, name)
-            if given is not None and not all(0 < value < math.inf for value in np.atleast_1d(given)):
-                raise ValueError(f"--{name} is {given}; it must be positive")
-        if args.ckpt == "bow" and (args.task == "all" or TASKS[args.task].kind != "class" or args.eval_only or args.predict):
-            raise ValueError("--ckpt bow is for one task with classes, and keeps no model to predict with")
-        if args.predict and args.task == "docs":
-            raise ValueError("docs has no test rows to predict")
-        if args.ckpt == "scratch" and (args.eval_only or args.predict_text):
-            raise ValueError("--ckpt scratch is untrained: --eval_only and --predict_text take a fine-tuned model")
+        args = FinetuneConfig(**vars(parser.parse_args(argv)))
+        no_classes = args.task == "all" or TASKS[args.task].kind != "class"
+        if args.ckpt == "bow" and (no_classes or args.tuned or args.predict):
+            raise ValueError("--ckpt bow is for one task with classes to learn, and keeps no model "
+                             "to predict with")
         if args.predict_text and args.task in ("all", "ax"):
             raise ValueError("--predict_text takes one task (for ax: mnli)")
+        if args.predict and args.task == "docs":
+            raise ValueError("docs has no test rows to predict")
     return args
 
 
-def prepare_run(name, source, train, evaluations, args):
-    """-> checkpoint dictionary, settings, rows of ids, {name: Encoded}; says what will happen. Raises ValueError, OSError."""
-    start = read_start(source, args.cache, name if args.eval_only else None)
-    chosen, max_len = settings(args, name, start["config"]), start["config"]["max_len"]
-    if args.eval_only:
-        row = start["row"]                                  # of results.jsonl, when it was trained
-        chosen = SimpleNamespace(**{**row, "lr": [row["lr"]], "seeds": [row["seed"]]})
-    if name == "docs" and (other := start.get("data", {}).get("source", {}).get("hash")):
-        if other != (here := prepare("docs", "bpe", args.cache).meta["source"]["hash"]):
-            print(f"note: the run learned from the documentation of other package versions (docs {other}, here {here}): rows to "
-                  "test may have been among its training text")
-    if chosen.length < (16 if TASKS[name].kind == "span" else 8):
-        raise ValueError(f"--length is {chosen.length}; a pair with its specials needs at least 8, SQuAD 16")
-    model = make_model(start, name, chosen.length, 0, chosen.probe)         # a mistake shows here
-    scored = {where: encode_rows(model, found) for where, found in evaluations.items()}
-    print(f"{name}: from {start['source']}; length {chosen.length}"
-          + (f" (position tables extended from {max_len})" if chosen.length > max_len else "")
-          + "".join(f"; {len(e.labels):,} rows of {where} to score" for where, e in scored.items()))
-    if not args.eval_only:
-        print(f"{len(train):,} rows to train on; recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr "
-              + " ".join(f"{lr:g}" for lr in chosen.lr), flush=True)
-    return start, chosen, encode_rows(model, train).rows, scored
-
-
-def run_task(name, args, machine, folder):
-    """Fine-tune from every source with every learning rate and seed -> rows. Keeps the model whose first metric is best."""
-    model_of = "mnli" if name == "ax" else name             # AX has no training rows: the MNLI model predicts it
-    with one_line_errors():
-        sources, (train, evaluations) = find_sources(model_of, args), read_task(name, args)
-    results, best, file = [], (-math.inf, None), folder / f"finetuned-{name}.pt"
+def run_task(name, args, progress):
+    """Fine-tune from every source with every learning rate and seed -> rows. Keeps the model whose
+    first metric is best."""
+    sources, (train, evaluations) = find_sources(args.ckpt), read_task(name, args)
+    results, best, file = [], (-math.inf, None), args.out_dir / f"finetuned-{name}.pt"
     for source in sources:
-        with one_line_errors():
-            start, chosen, rows, encoded = prepare_run(model_of, source, train, evaluations, args)
-        for lr, seed in ((lr, seed) for lr in chosen.lr for seed in chosen.seeds):
+        with damage_is_one_line(source):
+            start = read_start(source, args.cache)
+            max_len = start["config"]["max_len"]
+            chosen = settings(args, name, start["config"])
+            model = make_model(start, name, chosen.length, 0, chosen.probe)
+            other = start.get("data", {}).get("source", {}).get("hash")
+        rows = encode_rows(model, train).rows
+        if name == "docs" and other:
+            here = prepare("docs", "bpe", args.cache).meta["source"]["hash"]
+            if other != here:
+                print(f"note: the run learned from the documentation of other package versions "
+                      f"(docs {other}, here {here}): rows to test may have been among its text")
+        extended = f" (position tables extended from {max_len})"
+        print(f"{name}: from {start['source']}; length {chosen.length}"
+              f"{extended if chosen.length > max_len else ''}")
+        print(f"{len(train):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
+              f"recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr",
+              *chosen.lr, flush=True)
+
+        progress.saved = 0      # what fails now breaks under way: it is no user's mistake
+        for lr, seed in itertools.product(chosen.lr, range(args.seeds)):
             began = time.time()
-            model = make_model(start, model_of, chosen.length, seed, chosen.probe).to(machine.device)
-            if not args.eval_only:
-                train_one(model, rows, chosen, lr, seed, machine)
-            scored = {where: (e.labels, predict(model, e, machine, args.null_threshold)) for where, e in encoded.items()}
-            results += record(name, scored, folder, seed=seed, lr=lr, ckpt=start["source"], seconds=time.time() - began,
-                              recipe=chosen.recipe, epochs=chosen.epochs, batch_size=chosen.batch_size, length=chosen.length,
-                              n_train=len(train), step=start.get("step", 0), probe=chosen.probe, eval_only=args.eval_only)
-            first = next(iter(results[-len(scored)]["metrics"].values())) if scored else 0.0
+            model = make_model(start, name, chosen.length, seed, chosen.probe).to(args.device)
+            train_one(model, rows, chosen, lr, seed, args)
+            new = record(name, evaluations, began, model, args, {
+                **vars(chosen), "seed": seed, "lr": lr, "ckpt": start["source"],
+                "step": start.get("step", 0), "n_train": len(train)})
+            results += new
+            first, *_ = new[0]["metrics"].values()
             if first > best[0]:
                 best = first, model
-                if not args.eval_only:
-                    save_model(file, model, start, results[-len(scored)])
-    if not args.eval_only:
-        print(f"{name}: the best run's model is {file}")
-    if args.predict or name == "ax":
-        with one_line_errors():
-            write_predictions(name, best[1], args, machine, folder)
+                save_model(file, model, start, new[0])
+        progress.saved = None
+    print(f"{name}: the best run's model is {file}")
+    if args.predict:
+        write_predictions(name, best[1], args)
     return results
 
 
-def run_tasks(args, machine, folder):
+def run_tuned(name, args):
+    """Score a fine-tuned model, and predict with it -> rows. AX has no labels: MNLI's predicts
+    it."""
+    start, model = load_tuned("mnli" if name == "ax" else name, args)
+    print(f"{name}: from {start['source']}; length {model.length}")
+    _, evaluations = read_task(name, args)
+    results = record(name, evaluations, time.time(), model, args, {
+        **start["row"], "ckpt": start["source"], "eval_only": True})
+    if args.predict or name == "ax":
+        write_predictions(name, model, args)
+    return results
+
+
+def run_tasks(args, progress):
     """One task, or all of GLUE as far as it is there -> rows."""
     results = []
     for name in GLUE if args.task == "all" else [args.task]:
-        if name == "ax" and args.task == "all" and not (args.predict and (folder / "finetuned-mnli.pt").exists()):
-            continue
-        if args.task == "all" and args.data_dir and not (Path(args.data_dir) / TASKS[name].folder).exists():
-            print(f"{name}: {Path(args.data_dir) / TASKS[name].folder} is not there, left out")
+        if args.task == "all" and args.data_dir:
+            folder = Path(args.data_dir, TASKS[name].folder)
+            if not folder.exists():
+                print(f"{name}: {folder} is not there, left out")
+                continue
+        if args.tuned:
+            results += run_tuned(name, args)
         elif args.ckpt == "bow":
-            began = time.time()
-            with one_line_errors():
-                train, evaluations = read_task(name, args)
-                found = bag_of_words(train, evaluations)
-            scored = {where: ([label for _, label in rows], found[where]) for where, rows in evaluations.items()}
-            results += record(name, scored, folder, seed=0, lr=None, ckpt="bow", seconds=time.time() - began, n_train=len(train))
+            train, evaluations = read_task(name, args)
+            results += record(name, evaluations, time.time(), bag_of_words(train), args, {
+                "seed": 0, "lr": None, "ckpt": "bow", "n_train": len(train)})
         else:
-            changed = {**vars(args), "eval_only": args.eval_only or name == "ax"}
-            results += run_task(name, SimpleNamespace(**changed), machine, folder)
+            results += run_task(name, args, progress)
+    if args.task == "all" and not results:
+        raise ValueError("--task all: nothing of GLUE is there")
     return results
 
 
 def main(argv=None):
     args = parse_args(argv)
     keep_memory()
-    with one_line_errors():
-        device = pick_device(args.device)
-        machine = Machine(device, pick_dtype(device, args.dtype)[0], args.compile and can_compile(device))
-        if args.compile and not machine.compile:
+    with one_line_errors("lower --batch_size or --length") as progress:
+        args.device = pick_device(args.device)
+        args.dtype, _ = pick_dtype(args.device, args.dtype)
+        if args.compile and not can_compile(args.device):
             print("not compiled: no compiler here")
+            args.compile = False
+        if not args.ckpt:       # once: another run may save while this one is at work
+            args.ckpt = args.tuned and args.out_dir or newest_run()
+        args.out_dir = Path(home(args))
         if args.predict_text:
-            return predict_text(args, machine)
-        if not (args.ckpt or args.eval_only or args.task == "ax"):
-            args.ckpt = newest_run()        # once: another run may save while this one goes through its tasks
-        folder = Path(home(args))
-        folder.mkdir(parents=True, exist_ok=True)
-    with one_line_failures("lower --batch_size or --length"):
-        if results := run_tasks(args, machine, folder):
+            predict_text(args)
+            return
+        args.out_dir.mkdir(parents=True, exist_ok=True)
+        if results := run_tasks(args, progress):
             report(results, args)
-            print(f"results: {folder / 'results.jsonl'}")
+            print(f"results: {args.out_dir}/results.jsonl")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,19 +1,25 @@
 """What a model has learned about positions: numbers, pictures, and a try.
 
-    python probe.py --ckpt RUN                  # one run: P3's indicators, and what positions look like
-    python probe.py --runs 'out/*'              # many runs: P3's table 2, losses, and table 5 where they were fine-tuned
-    python probe.py --dynamics RUN              # over the checkpoints of train.py --keep_every: P2 figs 3, 6, P3 fig 8
-    python probe.py --text 'Returns the [MASK] of the array.'   # try a model; what it does depends on its objective:
+    python probe.py --ckpt RUN          # one run: P3's indicators, what positions look like, and
+                                        # what words are worth to its position objective
+    python probe.py --runs 'out/*'      # many runs: P3's table 2, losses, and table 5 where they
+                                        # were fine-tuned
+    python probe.py --dynamics RUN      # over the checkpoints of train.py --keep_every: P2 figs 3,
+                                        # 6, P3 fig 8
+    python probe.py --text 'Returns the [MASK] of the array.'       # try a model; what it does
+                                        # depends on its objective:
 
 mlm                      a text with [MASK]              the five likeliest words
 nsp                      'first part ||| second part'    does the second follow the first?
-tc                       'one text ||| another text'     how alike are contexts within a text, and across?
+tc                       'one text ||| another text'     how alike are contexts within a text, and
+                                                         across?
 pplm, pplm_some, pmlm    a sentence                      is shuffled, and put back in order
 pplm_binary              a sentence                      is shuffled: which tokens moved?
 clm                      the beginning of a text         goes on
 
-Takes the newest run under out/ unless --ckpt names one. Writes a folder with probe.json and, where matplotlib is there,
-pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
+Takes the newest run under out/ unless --ckpt names one, or a model that finetune.py saved: of that
+all but --text. Writes a folder with probe.json and, where matplotlib is there, pictures. Needs no
+GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
 """
 
 import glob
@@ -21,55 +27,139 @@ import json
 import math
 import os
 import re
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data import Parser, one_line_errors, open_corpus, write_json
-from model import MAX_OFFSET, UNKNOWN_POS, FactoredBias, UntiedTable, frequencies
-from objectives import KINDS, load_pretraining, new_batch, stream
+from common import (
+    Parser,
+    defaults,
+    load_strict,
+    newest_run,
+    one_line_errors,
+    pick_fields,
+    read_checkpoint,
+    read_rows,
+    setting,
+    write_json,
+)
+from data import open_corpus
+from model import (
+    MAX_OFFSET,
+    UNKNOWN_POS,
+    FactoredBias,
+    RelativeSinusoidal,
+    Sinusoidal,
+    UntiedTable,
+    frequencies,
+    load,
+)
+from objectives import ObjectiveConfig, Pretraining, new_batch, stream
 
-SHOWN = 128             # positions that are probed and shown, as in P3
-TIE = 1e-12             # differences below this share of the largest entry are rounding
-DYNAMICS_ROWS = 128     # validation rows that --dynamics reads
-NEXT_TOKENS = 20        # with which clm goes on
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]     # Okabe and Ito: colour-blind safe
-NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every keep_every resume".split())
+SHOWN = 128                 # positions that are probed and shown, as in P3
+TIE = 1e-12                 # differences below this share of the largest entry are rounding
+COUNTED = 10_000_000        # tokens of the training stream that say how frequent words are
+DYNAMICS_ROWS = 128         # validation rows that --dynamics reads
+NEXT_TOKENS = 20            # with which clm goes on
+# Okabe and Ito's colours: the colour-blind can tell them apart.
+COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
+NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every "
+                   "keep_every resume".split())
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Indicators (P3 app. B) of a float64 map A (L, L), queries in rows; ideally 0, direction balance 1. Then where A comes
-# from: rows of one word, in which nothing but the position differs.
+@dataclass
+class ProbeConfig:
+    """The flags. --runs, which takes several texts, is added by hand."""
+    ckpt: str | None = setting(None, "run folder or checkpoint file (default: the newest run)")
+    dynamics: str | None = setting(None, "follow a run over the checkpoints that it kept")
+    text: str | None = setting(None, "try the model on a text: see above")
+    pairs: str | None = setting(None, "with --dynamics: lines of word<TAB>word<TAB>score")
+    cache: str | None = setting(None, "folder of prepared data (default: the run's)")
+    out_dir: str | None = setting(None, "where to write (default: RUN/probe, RUN/dynamics, or "
+                                  "probe beside the runs)")
+
+
+# --------------------------------------------------------------------------------------------------
+# A run: its model, its text
+
+def load_pretraining(path):
+    """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
+    mode, without gradients; `.facts` is the checkpoint.
+
+    A model that finetune.py saved has no objectives. Raises ValueError, FileNotFoundError.
+    """
+    facts = read_checkpoint(path)
+    encoder = load(path).requires_grad_(False)
+    if "task" in facts or "args" not in facts:
+        name = f"finetuned-{facts.get('task')}"
+        return Namespace(encoder=encoder, names=[name], objectives={}, causal=False)
+    cfg = pick_fields(ObjectiveConfig, Namespace(**facts["args"]))
+    model = Pretraining(encoder, cfg)
+    load_strict(model, facts["model"], path)
+    model.facts = facts
+    return model.requires_grad_(False).eval()
+
+
+def position_objective(model):
+    for objective in model.objectives.values():
+        if objective.kind == "position":
+            return objective
+
+
+def own_corpus(model, cache):
+    """What a run was trained on, if it still lies prepared. Raises ValueError if not."""
+    data = model.facts["data"]
+    cache = cache or model.facts["args"]["cache"]
+    for meta in Path(cache).glob("*/meta.json"):
+        if read_rows(meta) == [data]:           # one that is damaged has no rows
+            return open_corpus(meta.parent)
+    raise ValueError(f"the run's text ({data['dataset']}) is not prepared in {cache}; --cache "
+                     "names another place")
+
+
+def validation_rows(corpus, n_rows, L):
+    """From all over: documents are in order -> (n, L)."""
+    n = corpus.n_rows("val", L)
+    chosen = np.linspace(0, n - 1, min(n, n_rows)).astype(int)
+    return torch.from_numpy(corpus.rows("val", chosen, L))
+
+
+# --------------------------------------------------------------------------------------------------
+# Indicators (P3 app. B) of a float64 map A (L, L), queries in rows; ideally 0, direction balance 1
 
 def aiv(A):
-    """Translation invariance: variance within groups of one offset, over the variance of all. NaN for a constant map."""
+    """Translation invariance: variance within groups of one offset, over the variance of all. NaN
+    for a constant map."""
     if np.ptp(A) <= TIE * abs(A).max():
         return math.nan
-    return float(sum(len(g) * g.var() for g in (A.diagonal(r) for r in range(1 - len(A), len(A)))) / A.size / A.var())
+    groups = [A.diagonal(r) for r in range(1 - len(A), len(A))]
+    return float(sum(len(group) * group.var() for group in groups) / A.size / A.var())
 
 
 def opr(A, first=None):
-    """Monotonicity: share of pairs out of decreasing order, outward from each i, among the `first` elements; .5 random."""
-    return pair_share(A, first, lambda rise, tie: rise > tie)
+    """Monotonicity: share of pairs out of decreasing order, outward from each i, among the `first`
+    elements; .5 random."""
+    return order(A, first)[0]
 
 
-def tie_rate(A, first=None):
-    """Share of opr's pairs that are ties. These count as ordered: where many are, a low opr says nothing."""
-    return pair_share(A, first, lambda rise, tie: abs(rise) <= tie)
-
-
-def pair_share(A, first, counts):
-    """Share of pairs that count in the 2L sequences outward from each i, weighted by length; one of length 1 has no pair."""
-    tie, total, weight = TIE * abs(A).max(), 0.0, 0
+def order(A, first=None):
+    """-> [opr, share of its pairs that are ties]. These count as ordered: where many are, a low opr
+    says nothing. The 2L sequences are weighted by length; one of length 1 has no pair."""
+    tie = TIE * abs(A).max()
+    shares, weight = np.zeros(2), 0
     for i in range(len(A)):
-        for s in (A[i, i:][:first], A[i, i::-1][:first]):                           # S_i+ and S_i-, both from A_ii
-            if (n := len(s)) > 1:
-                rise = s[None, :] - s[:, None]                                      # (n, n), farther less nearer
-                total += n * np.triu(counts(rise, tie), 1).sum() / (n * (n - 1) / 2)
-                weight += n
-    return float(total / weight) if weight else math.nan
+        for s in (A[i, i:], A[i, i::-1]):       # S_i+ and S_i-, both from A_ii
+            s = s[:first]
+            rise = s - s[:, None]               # (n, n), farther less nearer
+            rise = rise[np.triu_indices(len(s), 1)]
+            if len(rise):
+                shares += len(s) * np.mean([rise > tie, abs(rise) <= tie], 1)
+                weight += len(s)
+    return (shares / weight).tolist()
 
 
 def sd(A):
@@ -78,157 +168,301 @@ def sd(A):
 
 
 def db(A, l=20):    # noqa: E741 (P3's letter)
-    """Direction balance: sum below the diagonal over sum above it, |i - j| <= l (P3's text; its formula is upside down)."""
-    r = np.arange(len(A)) - np.arange(len(A))[:, None]                              # (L, L), key minus query
-    lower, upper = A[(r < 0) & (r >= -l)].sum(), A[(r > 0) & (r <= l)].sum()
-    return float(lower / upper) if upper else math.inf if lower else math.nan
+    """Direction balance: sum below the diagonal over sum above it, |i - j| <= l (P3's text; its
+    formula is upside down)."""
+    upper = (np.triu(A, 1) - np.triu(A, l + 1)).sum()
+    lower = (np.tril(A, -1) - np.tril(A, -l - 1)).sum()
+    with np.errstate(all="ignore"):             # of a causal map inf
+        return float(lower / upper)
 
 
 def indicators(A):
-    """-> {"with_specials": {name: float}, "without_specials": ..}: without the rows and columns of [CLS] and [SEP]."""
-    return {name: {"opr": opr(B), "ties": tie_rate(B), "opr_20": opr(B, 20), "ties_20": tie_rate(B, 20), "aiv": aiv(B),
-                   "sd": sd(B), "db": db(B)} for name, B in (("with_specials", A), ("without_specials", A[1:-1, 1:-1]))}
+    """-> {name: float}"""
+    names = "opr ties opr_20 ties_20".split()
+    return dict(zip(names, order(A) + order(A, 20)), aiv=aiv(A), sd=sd(A), db=db(A))
 
+
+# --------------------------------------------------------------------------------------------------
+# Where the maps come from: rows of one word, in which nothing but the position differs
 
 def probe_words(encoder, n=300):
-    """A fixed choice of n whole words, or of any ordinary tokens where there are too few words -> (n,) ids."""
+    """A fixed choice of n whole words, or of any ordinary tokens where there are too few words
+    -> (n,) ids."""
     ids = range(encoder.config.cls_id)
-    words = [i for i in ids if re.fullmatch(rb" [A-Za-z]{2,}", encoder.tokenizer.decode_single_token_bytes(i))]
-    return torch.from_numpy(np.random.default_rng(0).permutation(words if len(words) >= n else ids)[:n])
+    words = [i for i in ids if re.fullmatch(
+        rb" [A-Za-z]{2,}", encoder.tokenizer.decode_single_token_bytes(i))]
+    enough = len(words) >= n
+    order = np.random.default_rng(0).permutation(words if enough else ids)
+    return torch.from_numpy(order[:n])
 
 
 def identical_words(encoder, words):
-    """(n,) ids -> rows [CLS] w .. w [SEP], at most 16 at a time: (n, L) each."""
+    """(n,) ids -> (n, L) rows [CLS] w .. w [SEP]."""
     rows = words[:, None].repeat(1, min(SHOWN, encoder.config.max_len))
-    rows[:, 0], rows[:, -1] = encoder.config.cls_id, encoder.config.sep_id
-    return rows.split(16)
+    rows[:, 0] = encoder.config.cls_id
+    rows[:, -1] = encoder.config.sep_id
+    return rows
 
 
-@torch.no_grad()
 def identical_word_maps(encoder, words, causal=False):
-    """P3 sec 4.2: layer 1's logits and probabilities for rows [CLS] w .. w [SEP], means over w -> 2 float64 arrays (H, L, L)."""
-    logits, A = 0, 0
-    for tokens in identical_words(encoder, words):
-        x, pos, mask = encoder._run(tokens, None, None, causal, 0)
-        q, k, _ = encoder.blocks[0].heads(x)
-        s = encoder.pe.logits(q, k, pos, encoder.pe.relative(pos, 0), mask).double()        # (n, H, L, L)
-        logits, A = logits + s.sum(0), A + s.softmax(-1).sum(0)
+    """P3 sec 4.2: layer 1's logits and probabilities for rows [CLS] w .. w [SEP], means over w
+    -> 2 float64 arrays (H, L, L)."""
+    logits = A = 0
+    for rows in identical_words(encoder, words).split(16):
+        s = encoder.layer_logits(rows, causal=causal).double()          # (16, H, L, L)
+        logits = logits + s.sum(0)
+        A = A + s.softmax(-1).sum(0)
     return (logits / len(words)).numpy(), (A / len(words)).numpy()
 
 
-@torch.no_grad()
 def hidden_spread(encoder, words, causal=False):
-    """What the last hidden states of the same rows tell apart: their standard deviation over words at one place, and over the
-    places of one word, specials left out, means over the rest and over dimensions -> {name: float}."""
-    hidden = torch.cat([encoder(rows, causal=causal) for rows in identical_words(encoder, words)])[:, 1:-1]   # (n, L-2, C)
-    return {f"std {name}": float(hidden.std(axis, unbiased=False).mean()) for axis, name in enumerate(("words", "places"))}
+    """What the last hidden states of the same rows tell apart: their standard deviation over words
+    at one place, and over the places of one word, specials left out, means over the rest and over
+    dimensions -> {name: float}."""
+    rows = identical_words(encoder, words)
+    hidden = encoder(rows, causal=causal)[:, 1:-1]              # (n, L-2, C)
+    return {
+        "std words": float(hidden.std(0, correction=0).mean()),
+        "std places": float(hidden.std(1, correction=0).mean()),
+    }
 
 
-def probe_map(path):
-    """-> model in float64, the mean logits (H, L, L), the one map A (L, L): averaged over heads and words, then judged; the
-    spread of the hidden states of 64 words."""
-    model = load_pretraining(path).double()
-    words = probe_words(model.encoder)
-    logits, A = identical_word_maps(model.encoder, words, model.causal)
-    return model, logits, A.mean(0), hidden_spread(model.encoder, words[:64], model.causal)
+def position_vectors(encoder):
+    """-> {"absolute": (L, C), "relative": (R, D), offset 0 in the middle}, as far as the scheme has
+    them."""
+    found, pe = {}, encoder.pe
+    L = min(SHOWN, encoder.config.max_len)
+    m = min(MAX_OFFSET, L - 1)                  # longer offsets were never trained
+    near = slice(MAX_OFFSET - m, MAX_OFFSET + m + 1)
+    embed = pe.at["embed"]
+    tables = pe.at["offset_tables"]
+    if embed:
+        found["absolute"] = embed.embed(torch.arange(L)[None])[0]
+    if tables:
+        keys, _ = tables.offset_tables(0)       # rel_k: layer 1's
+        found["relative"] = keys[near]
+    for part in pe.modules():
+        if isinstance(part, UntiedTable):       # TUPE, bert_ad: as U_Q and U_K see them
+            found["absolute"] = part.norm(part.table.weight)[:L]
+        if isinstance(part, FactoredBias):
+            found["relative"] = part.table.weight[near]
+    return {kind: v.double() for kind, v in found.items()}
 
+
+# --------------------------------------------------------------------------------------------------
+# What words are worth to a position objective
 
 @torch.no_grad()
-def position_vectors(encoder):
-    """-> {"absolute": (0, (L, C) array), "relative": (the first one's offset, (R, D) array)}, as far as the scheme has them."""
-    pe, L = encoder.pe, min(SHOWN, encoder.config.max_len)
-    pos, m = torch.arange(L)[None], min(MAX_OFFSET, L - 1)                          # longer offsets were never trained
-    absolute, relative = pe.call("embed", pos), pe.call("relative", pos, 0)         # rel_k: layer 1's table
-    untied, factored = ([p for p in pe.modules() if isinstance(p, kind)] for kind in (UntiedTable, FactoredBias))
-    if untied:                                                                      # TUPE, bert_ad: as U_Q and U_K see them
-        absolute = untied[0].norm(untied[0].table.weight)[None, :L]
-    table = relative[1] if relative else factored[0].table.weight if factored else None
-    found = {"absolute": (0, absolute if absolute is None else absolute[0]),
-             "relative": (-m, table if table is None else table[MAX_OFFSET - m:MAX_OFFSET + m + 1])}
-    return {name: (first, v.double().numpy()) for name, (first, v) in found.items() if v is not None}
+def worth_of_words(model, corpus, n_rows=512):
+    """A position objective's loss, in nats, on validation rows with their own words, with random
+    ones, and with their own in another order.
+
+    The gap between true and random says that words are read, the one between true and shuffled
+    that their order is. auc: see believed; None where no probability is predicted. No dropout (the
+    model is left in eval mode) and no autocast: of a float32 run, true is the validation loss in
+    its log. Seeds the global generator. -> {"true", "random", "shuffled", "auc"}
+    """
+    objective = position_objective(model)
+    encoder, cfg = model.encoder, model.encoder.config
+    rows = validation_rows(corpus, n_rows, cfg.max_len).to(encoder.tok.weight.device)
+    text = torch.from_numpy(corpus.train[:COUNTED].astype(int)).to(rows.device)
+    text = text[text < cfg.cls_id]
+    losses, areas = {}, []
+    model.eval()
+    # The rows, batches and corruption with which train.py evaluates.
+    n_batches = math.ceil(len(rows) / 32)
+    for number, tokens in enumerate(rows.tensor_split(n_batches)):
+        batch = model.corrupt(tokens, "validation", number)
+        torch.manual_seed(number)
+        for kind, words in other_words(batch["tokens"], cfg.cls_id, text).items():
+            batch["tokens"] = words
+            hidden = encoder(words, batch["pos"])
+            loss, _ = objective.loss(encoder, hidden, batch)
+            share = len(words) / len(rows)
+            losses[kind] = losses.get(kind, 0) + share * float(loss)
+            has_p = objective.cfg.pair_loss == "ce" and not objective.hides_positions
+            if kind == "true" and has_p:
+                for _, _, area in believed(objective, encoder, hidden, batch):
+                    areas.append(area)
+    losses["auc"] = float(np.nanmean(areas)) if areas else None
+    return losses
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Pictures: {file: [panel, ..], or why it is left out}. A panel is a dict, whose numbers go to probe.json, drawn or not.
+def other_words(tokens, cls_id, text):
+    """Rows (B, L) whose words say something else; [MASK] and other specials stay.
 
-def maps(titles, matrices, x="key position", y="query position", first=0):      # first: what row and column 0 stand for
-    return [dict(title=title, x=x, y=y, first=first, matrix=matrix) for title, matrix in zip(titles, matrices)]
+    -> {"true": as they are, "random": drawn from a text (N,), "shuffled": the row's own, at random
+    places}. Draws from the global generator.
+    """
+    special = tokens >= cls_id
+    random = text[torch.randint_like(tokens, len(text))]
+    # Both sorts are stable and put specials last, in their own order. So words go to the places of
+    # words, in a random order, and specials to their own places.
+    dice = torch.rand_like(tokens, dtype=torch.float).masked_fill(special, 2.0)
+    donors = dice.argsort(stable=True)
+    places = special.long().argsort(stable=True)
+    return {
+        "true": tokens,
+        "random": torch.where(special, tokens, random),
+        "shuffled": tokens.scatter(1, places, tokens.gather(1, donors)),
+    }
 
 
-def lines(title, x, y, curves, log=False):                                      # curves: {name: (x, y)}
-    return [dict(title=title, x=x, y=y, curves=curves, log=log)]
+def believed(objective, encoder, hidden, batch):
+    """Can an objective tell which tokens moved? For each row -> of its n words, how far it believes
+    their places (n,): P(a pair's given offset is its true one), mean over both directions of all
+    pairs of a word; did they stay (n,); and the share of (stayed, moved) pairs in which the first
+    is believed more, a tie being half a one: the AUC, NaN where all moved or none."""
+    head = objective.head
+    scores = head.scores(encoder, hidden, batch)                # (B, L-2, L-2, H)
+    for s, pos, is_word in zip(scores, batch["pos"], batch["eligible"]):
+        place = is_word.nonzero()[:, 0]
+        pos = pos[place]
+        given = pos - pos[:, None]                              # (n, n)
+        # The class that a pair has if its given offset is its true one.
+        label, _ = objective.targets(given, given, True, True)
+        s = s[place - 1][:, place - 1]                          # [CLS] has no scores
+        p = head.psi(s).float().softmax(-1)                     # (n, n, n_class)
+        p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
+        share = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
+        stayed = pos == place
+        more = share[stayed][:, None] - share[~stayed]
+        yield share, stayed, float(more.sign().mean() + 1) / 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures: {file: [panel, ..], or why it is left out}. A panel is a dict, whose numbers go to
+# probe.json, drawn or not.
+
+def maps(titles, matrices, x="key position", y="query position", first=0):
+    """first: what row and column 0 stand for. A map of zeros is left out."""
+    panels = []
+    for title, matrix in zip(titles, matrices):
+        if matrix.any():
+            axes = dict(title=title, xlabel=x, ylabel=y)
+            panels.append(dict(axes=axes, first=first, matrix=np.asarray(matrix)))
+    return panels
+
+
+def lines(title, x, y, curves, scale="linear"):
+    """curves: {name: (x, y)}."""
+    axes = dict(title=title, xlabel=x, ylabel=y, yscale=scale)
+    return [dict(axes=axes, curves=curves)] if curves else []
 
 
 def vector_maps(vectors, names=("dot products", "cosines")):
     """Dot products of position vectors (P3 figs 1, 8) and, given two names, cosines (fig 6)."""
     panels = []
-    for kind, (first, v) in vectors.items():
-        unit = v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-30)
-        axis = "position" if kind == "absolute" else "offset"
-        panels += maps([f"{kind}: {name}" for name in names], [v @ v.T, unit @ unit.T], axis, axis, first)
+    for kind, v in vectors.items():
+        axis, first = "position", 0
+        if kind == "relative":
+            axis, first = "offset", -(len(v) // 2)
+        titles = [f"{kind}: {name}" for name in names]
+        unit = F.normalize(v, dim=1)
+        panels += maps(titles, [v @ v.T, unit @ unit.T], axis, axis, first)
     return panels
 
 
 def proximity(vectors):
-    """Mean dot product of two vectors r places apart (P3 fig 4b); of default sinusoids: mean cos(w_k r) (P3 eq 6)."""
+    """Mean dot product of two vectors r places apart (P3 fig 4b); of default sinusoids: mean
+    cos(w_k r) (P3 eq 6)."""
     curves = {}
-    for kind, (_, v) in vectors.items():
-        r, w, dots = np.arange(len(v)), frequencies(v.shape[1]).double().numpy(), v @ v.T
-        mean = np.array([dots.diagonal(i).mean() for i in r])
-        curves |= {kind: (r, mean / mean[0]), f"default sinusoids, width {len(v[0])}": (r, np.cos(r[:, None] * w).mean(1))}
-    return lines("proximity of positions (P3 fig 4b)", "offset between the two", "dot product, as a share of that at 0", curves)
+    for kind, v in vectors.items():
+        length, width = v.shape
+        r, dots = torch.arange(length), v @ v.T
+        mean = torch.stack([dots.diagonal(i).mean() for i in r])
+        curves[kind] = r, mean / mean[0]
+        angles = r[:, None] * frequencies(width)
+        curves[f"default sinusoids, width {width}"] = r, angles.cos().mean(1)
+    return lines("proximity of positions (P3 fig 4b)", "offset between the two",
+                 "dot product, as a share of that at 0", curves)
+
+
+def learned_frequencies(encoder):
+    """Of sinusoids alone: another component's w may be anything."""
+    curves = {}
+    for name, part in encoder.pe.parts.items():
+        sinusoidal = isinstance(part, (Sinusoidal, RelativeSinusoidal))
+        if sinusoidal and isinstance(part.w, torch.nn.Parameter):
+            k = torch.arange(len(part.w))
+            curves[f"{name}: learned"] = k, part.w.abs()
+            curves[f"{name}: default"] = k, frequencies(2 * len(k))
+    return lines("frequencies (P3 fig 4a)", "k", "|w_k|, radians a position", curves, "log")
+
+
+def positional_logits(encoder, L):
+    """Layer 1's logits without words (P1 fig 5), q = k = 0, and those of position vectors alone
+    (P3 fig 9) -> 2 x (H, L, L), 0 if the scheme has nothing there.
+
+    The second is P W_Q W_K^T P^T / sqrt(D), P what is added to the words. As in P3 the LayerNorm
+    after the sum is left out, which would need the words; so are the biases of W_Q and W_K.
+    """
+    cfg, heads = encoder.config, encoder.blocks[0].heads
+    pos, embed = torch.arange(L)[None], encoder.pe.at["embed"]
+    zero = encoder.tok.weight.new_zeros(1, L, cfg.d_model)
+    biases = heads(zero)                                        # (3, 1, H, L, D)
+    alone = encoder.logits(0 * biases[0], 0 * biases[1], pos, 0)
+    P = embed.embed(pos) if embed else zero
+    q, k, _ = heads(P) - biases
+    added = q @ k.transpose(-1, -2) / cfg.d_head ** 0.5
+    return alone[0], added[0]
 
 
 @torch.no_grad()
-def pictures_of(encoder, logits, per_head):
-    """-> pictures of one model."""
-    pe, heads, L = encoder.config.pe, [f"head {h + 1}" for h in range(encoder.config.n_head)], logits.shape[-1]
-    vectors, curves, no_vectors = position_vectors(encoder), {}, f"{pe} has no vectors of positions or offsets"
-    for name, part in encoder.pe.parts.items():
-        if isinstance(w := getattr(part, "w", None), torch.nn.Parameter):
-            k = np.arange(len(w))
-            curves |= {f"{name}: learned": (k, abs(w.numpy())), f"{name}: default": (k, frequencies(2 * len(w)).numpy())}
-    nothing = torch.zeros(1, len(heads), L, encoder.config.d_head, dtype=encoder.tok.weight.dtype)     # q = k = 0 (P1 fig 5)
-    positional = encoder.logits(nothing, nothing, torch.arange(L)[None], 0)[0].numpy()      # (H, L, L)
+def pictures_of(encoder, logits):
+    """logits (H, L, L) of identical words -> pictures of one model."""
+    pe, vectors = encoder.config.pe, position_vectors(encoder)
+    heads = [f"head {h + 1}" for h in range(len(logits))]
+    alone, added = positional_logits(encoder, logits.shape[-1])
+    no_vectors = f"{pe} has no vectors of positions or offsets"
     return {
-        "map.png": maps([f"{pe}: mean logits"], [logits.mean(0)]),                  # P3 figs 2, 11
-        **({"map_per_head.png": maps(heads, logits)} if per_head else {}),
+        "map.png": maps([f"{pe}: mean logits"], [logits.mean(0)]),              # P3 figs 2, 11
+        "map_per_head.png": maps(heads, logits),
         "vectors.png": vector_maps(vectors) or no_vectors,
-        "proximity.png": proximity(vectors) if vectors else no_vectors,
-        "frequencies.png": lines("frequencies (P3 fig 4a)", "k", "|w_k|, radians a position", curves, log=True) if curves
-        else f"{pe} has no learned frequencies (lsin and rlsin have)",
-        "positional.png": maps(heads, positional) if positional.any()
-        else f"{pe} has no logits without words (tupe_*, bert_ad, t5, alibi have)"}
+        "proximity.png": proximity(vectors) or no_vectors,
+        "frequencies.png": learned_frequencies(encoder)
+        or f"{pe} has no learned frequencies (lsin and rlsin have)",
+        "positional.png": maps(heads, alone)
+        or f"{pe} has no logits without words (tupe_*, bert_ad, t5, alibi have)",
+        "position_logits.png": maps(heads, added)
+        or f"{pe} has no vectors added to words (abs, sin, lsin have)",
+    }
 
 
 def draw(file, panels, figure_class):
-    """A grid of panels -> PNG. A map's colours span the middle 98% of its values, so that [CLS] does not hide the rest."""
-    is_map = "matrix" in panels[0]
-    columns = min(len(panels), 4) if is_map else 1
-    rows, width = math.ceil(len(panels) / columns), 10 / max(columns, 2) if is_map else 8
-    figure = figure_class(figsize=(width * columns, width * (0.85 if is_map else 0.4) * rows), layout="constrained")
+    """A grid of panels -> PNG. A map's colours span the middle 98% of its values, so that [CLS]
+    does not hide the rest."""
+    columns, width, height = 1, 9, 3.6
+    if "matrix" in panels[0]:
+        columns, width, height = min(len(panels), 4), 4, 3.4
+    rows = math.ceil(len(panels) / columns)
+    figure = figure_class(figsize=(width * columns, height * rows), layout="constrained")
     for number, panel in enumerate(panels, 1):
-        ax = figure.add_subplot(rows, columns, number, xlabel=panel["x"], ylabel=panel["y"])
-        ax.set_title(panel["title"], fontsize=10)
-        if is_map:
-            M = np.ma.masked_invalid(panel["matrix"])                               # a causal model's -inf stays white
-            low, high = np.percentile(M.compressed(), (1, 99))
-            a, b = panel["first"] - 0.5, panel["first"] + len(M) - 0.5
-            image = ax.imshow(M, cmap="cividis_r", vmin=low, vmax=high, extent=(a, b, b, a))    # dark is high, as in P3
-            figure.colorbar(image, ax=ax, shrink=0.8).ax.tick_params(labelsize=8)
+        ax = figure.add_subplot(rows, columns, number, **panel["axes"])
+        if "matrix" in panel:
+            M = np.ma.masked_invalid(panel["matrix"])           # a causal model's -inf stays white
+            a = panel["first"] - 0.5
+            b = a + len(M)
+            image = ax.imshow(M, "cividis_r", extent=(a, b, b, a))          # dark is high, as in P3
+            image.set_clim(*np.percentile(M.compressed(), (1, 99)))
+            figure.colorbar(image, ax=ax, shrink=0.8)
         else:
-            for i, (name, (x, y)) in enumerate(panel["curves"].items()):
-                ax.plot(x, y, ["-", "--", ":", "-."][i // len(COLOURS) % 4], color=COLOURS[i % len(COLOURS)], label=name,
-                        marker="o" if len(x) == 1 else None)
-            ax.set_yscale("log" if panel["log"] else "linear")
+            ax.set_prop_cycle(color=4 * COLOURS,
+                              linestyle=np.repeat(["-", "--", ":", "-."], len(COLOURS)))
+            for name, (x, y) in panel["curves"].items():
+                ax.plot(x, y, marker=".", label=name)
             ax.grid(alpha=0.3)
-            ax.legend(fontsize=8, bbox_to_anchor=(1, 1), loc="upper left")
+            ax.legend(bbox_to_anchor=(1, 1), loc="upper left")
     figure.savefig(file, dpi=100)
 
 
+# --------------------------------------------------------------------------------------------------
+# What is written and printed
+
 def plain(x):
-    """What JSON can hold: arrays to four digits, NaN null, infinity "inf" (and -inf, a causal map's, null)."""
-    text = json.dumps(x, default=lambda a: list(a) if a.ndim > 1 else [float(f"{value:.4g}") for value in a])
+    """What JSON can hold: arrays to seven decimals, NaN null, infinity "inf" (and -inf, a causal
+    map's, null)."""
+    text = json.dumps(x, default=lambda array: np.asarray(array).round(7).tolist())
     return json.loads(text, parse_constant={"Infinity": "inf"}.get)
 
 
@@ -247,309 +481,447 @@ def write(folder, numbers, pictures):
         elif Figure:
             draw(folder / file, panels, Figure)
             written.append(file)
-    print(f"wrote {folder}: {', '.join(written)}" + ("" if Figure else "; for pictures: pip install matplotlib"))
+    advice = "" if Figure else "; for pictures: pip install matplotlib"
+    print(f"wrote {folder}: {', '.join(written)}{advice}")
 
 
 def print_table(rows):
-    """Dicts with the same keys -> a table that is Markdown too; a dash is NaN, or what is not there."""
-    def text(x):
-        return "-" if x is None or x != x else f"{x:.4f}" if isinstance(x, float) else str(x)
-    cells = [list(rows[0]), *[[text(x) for x in row.values()] for row in rows]]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for row in [cells[0], ["-" * width for width in widths], *cells[1:]]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |")
+    """Dicts with the same keys -> a table that is Markdown too, of what is a number or a text; a
+    dash is NaN, or what is not there."""
+    columns = []
+    for name, example in rows[0].items():
+        if not isinstance(example, dict):
+            column = [name, ""]
+            for row in rows:
+                x = row[name]
+                x = f"{x:.4f}" if isinstance(x, float) else str(x)
+                column.append({"nan": "-", "None": "-"}.get(x, x))
+            width = max(map(len, column))
+            column[1] = "-" * width
+            columns.append([text.ljust(width) for text in column])
+    for line in zip(*columns):
+        print(f"| {' | '.join(line)} |")
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Runs
+# --------------------------------------------------------------------------------------------------
+# One run, and many
 
-def probe_run(path, out_dir, per_head):     # --ckpt
-    model, logits, A, spread = probe_map(path)
-    found, file = indicators(A), Path(path)
-    print_table([{"": name.replace("_", " "), **values} for name, values in found.items()])
-    print("last hidden states: standard deviation over words at one place {:.3f}, over the places of one word {:.3f}".format(
-        *spread.values()))
-    write(out_dir or (file / "probe" if file.is_dir() else file.with_name(f"probe_{file.stem}")),
-          {"ckpt": str(path), "pe": model.encoder.config.pe, "objective": "+".join(model.names), "indicators": found, "map": A,
-           **spread},
-          pictures_of(model.encoder, logits, per_head))
+def examine(path, cache):
+    """What --ckpt and --runs have in common -> model in float64, the mean logits (H, L, L), the one
+    map A (L, L), {name: finding}. Raises ValueError, OSError."""
+    model = load_pretraining(path)
+    words = dict.fromkeys("true random shuffled auc".split())
+    if position_objective(model):
+        try:
+            words = worth_of_words(model, own_corpus(model, cache))
+        except (ValueError, OSError) as error:
+            print(f"{path}, what words are worth left out: {error}")
+    encoder = model.encoder.double()
+    chosen = probe_words(encoder)
+    logits, A = identical_word_maps(encoder, chosen, model.causal)
+    A = A.mean(0)                               # averaged over heads and words, then judged
+    return model, logits, A, {
+        "pe": encoder.config.pe,
+        "objective": "+".join(model.names),
+        "indicators": {
+            "with_specials": indicators(A),
+            "without_specials": indicators(A[1:-1, 1:-1]),      # rows, columns of [CLS] and [SEP]
+        },
+        "words": words,
+        **hidden_spread(encoder, chosen[:64], model.causal),
+    }
 
 
-def read_run(folder, name):
-    """-> dict: row (of the table), args, losses [(step, val_loss)], scores, indicators, logits (L, L)."""
-    model, logits, A, spread = probe_map(folder)
-    rows = {file: [json.loads(line) for line in (folder / f"{file}.jsonl").read_text().splitlines()]
-            for file in ("log", "results") if (folder / f"{file}.jsonl").exists()}
-    first, *log = rows.get("log") or [{}]
-    losses, found, by_lr = [(row["step"], row["val_loss"]) for row in log if "val_loss" in row], indicators(A), {}
-    row = {"run": name, "pe": model.encoder.config.pe, "objective": "+".join(model.names),
-           "steps": log[-1]["step"] if log else None, "val_loss": losses[-1][1] if losses else None,
-           **found["with_specials"], "aiv w/o": found["without_specials"]["aiv"], **spread}
-    for result in comparable(rows.get("results", []), row["steps"]):
+def probe_run(path, cache, out_dir):                    # --ckpt
+    model, logits, A, run = examine(path, cache)
+    file = Path(path)
+    table = []
+    for name, values in run["indicators"].items():
+        table.append({"": name.replace("_", " "), **values})
+    print_table(table)
+    print(f"last hidden states: standard deviation over words at one place {run['std words']:.3f}, "
+          f"over the places of one word {run['std places']:.3f}")
+    if position_objective(model):
+        print("loss of the position objective with true words, random ones, and the row's own in "
+              "another order; AUC of the tokens that moved (1: told apart, .5: chance)")
+        print_table([run["words"]])
+    folder = file / "probe" if file.is_dir() else file.with_name(f"probe_{file.stem}")
+    write(out_dir or folder, {"ckpt": str(path), **run, "map": A},
+          pictures_of(model.encoder, logits))
+
+
+def read_run(folder, name, cache):
+    """-> the mean logits (L, L), [(step, val_loss)], a row for the table and probe.json."""
+    model, logits, _, run = examine(folder, cache)
+    facts, found = model.facts, run["indicators"]
+    losses, by_lr, scores = [], {}, {}
+    for line in intact_rows(folder / "log.jsonl"):
+        if line.keys() >= {"step", "val_loss"}:
+            losses.append((line["step"], float(line["val_loss"])))
+    results = intact_rows(folder / "results.jsonl", "task", "ckpt", "lr", "metrics")
+    for result in comparable(results, facts["step"]):
         for metric, value in result["metrics"].items():
-            by_lr.setdefault(f"{result['task']} {metric}", {}).setdefault(result["lr"], []).append(value)
-    scores = {name: max(float(np.median(v)) for v in values.values()) for name, values in by_lr.items()}     # at the best lr
-    return dict(row=row, args=first.get("args", {}), losses=losses, scores=scores, indicators=found, logits=logits.mean(0))
+            key = f"{result['task']} {metric}", result["lr"]
+            by_lr.setdefault(key, []).append(value)
+    for (score, _), values in by_lr.items():            # median over seeds, at the best lr
+        best = scores.get(score, -math.inf)
+        scores[score] = max(best, float(np.median(values)))
+    return logits.mean(0), losses, {
+        "run": name,
+        **run,
+        "steps": facts["step"],
+        "val_loss": losses[-1][1] if losses else None,
+        **found["with_specials"],
+        "aiv w/o": found["without_specials"]["aiv"],
+        **{f"words {kind}": value for kind, value in run["words"].items()},
+        "scores": scores,
+        "args": facts["args"],
+    }
+
+
+def intact_rows(file, *keys):
+    """Rows of a JSON-lines file that have these keys; says how many have not."""
+    kept = [row for row in read_rows(file) if row.keys() >= set(keys)]
+    if file.exists():
+        lost = len(file.read_bytes().splitlines()) - len(kept)
+        if lost > 0:
+            print(f"{file}: {lost} damaged lines left out")
+    return kept
 
 
 def comparable(results, steps):
-    """Rows of results.jsonl that say what the run's last checkpoint is good for, by each task's last settings: no other
-    checkpoint, no second evaluation, no frozen encoder, no start from a fine-tuned model."""
-    kept = [r for r in results if not (r.get("eval_only") or r.get("probe") or r["ckpt"] == "bow" or r["ckpt"].endswith(")"))
-            and r.get("step", steps) == steps]
-    settings = {r["task"]: [r.get(key) for key in ("recipe", "epochs", "n_train", "length")] for r in kept}
-    return [r for r in kept if [r.get(key) for key in ("recipe", "epochs", "n_train", "length")] == settings[r["task"]]]
+    """Rows of results.jsonl that say what the run's last checkpoint is good for, by each task's
+    last settings: no other checkpoint, no second evaluation, no frozen encoder, no start from a
+    fine-tuned model."""
+    def settings(r):
+        return [r.get(key) for key in "recipe epochs n_train length".split()]
+    kept = []
+    for r in results:
+        if r["ckpt"] == "bow" or r["ckpt"].endswith(")") or r.get("step", steps) != steps:
+            continue
+        if not (r.get("eval_only") or r.get("probe")):
+            kept.append(r)
+    last = {r["task"]: settings(r) for r in kept}
+    return [r for r in kept if settings(r) == last[r["task"]]]
 
 
 def pearson(x, y):
     """Over the pairs that are finite; NaN with fewer than 3, or where one side is constant."""
-    x, y = np.array([pair for pair in zip(x, y) if np.isfinite(pair).all()]).reshape(-1, 2).T
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) and np.ptp(y) else math.nan
+    both = np.array([x, y])
+    both = both[:, np.isfinite(both).all(0)]
+    if both.shape[1] < 3 or not np.ptp(both, 1).all():
+        return math.nan
+    return float(np.corrcoef(both)[0, 1])
 
 
 def correlations(runs):
-    """P3 table 5, over runs of one objective -> rows of a table. `none` is left out, far from all others (footnote 11)."""
-    groups, names = {}, ("opr", "opr_20", "aiv", "aiv w/o", "sd", "db")
+    """P3 table 5, over runs of one objective -> rows of a table. `none` is left out, far from all
+    others (footnote 11)."""
+    groups, table = {}, []
     for run in runs:
-        for score, value in run["scores"].items() if run["row"]["pe"] != "none" else ():
-            groups.setdefault((run["row"]["objective"], score), []).append((value, run["row"]))
-    return [{"objective": objective, "score": score, "runs": len(group),
-             **{name: pearson([row[name] for _, row in group], [value for value, _ in group]) for name in names}}
-            for (objective, score), group in sorted(groups.items()) if len(group) > 2]
+        for score, value in run["scores"].items():
+            if run["pe"] != "none":
+                groups.setdefault((run["objective"], score), []).append((run, value))
+    for (objective, score), group in sorted(groups.items()):
+        rows, values = zip(*group)
+        if len(rows) > 2:
+            found = {"objective": objective, "score": score, "runs": len(rows)}
+            for name in ("opr", "opr_20", "aiv", "aiv w/o", "sd", "db"):
+                found[name] = pearson([row[name] for row in rows], values)
+            table.append(found)
+    return table
 
 
-def compare_runs(patterns, out_dir):        # --runs
-    """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps and losses of all."""
-    folders = sorted({Path(path) for pattern in patterns for path in glob.glob(pattern) if (Path(path) / "ckpt.pt").exists()})
-    runs, losses, root = [], {}, min((folder.parent for folder in folders), key=lambda parent: len(parent.parts), default=None)
-    for folder in folders:
+def compare_runs(patterns, cache, out_dir):             # --runs
+    """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps
+    and losses of all."""
+    folders, losses = set(), {}
+    runs, grid, panels = [], [], []
+    for pattern in patterns:
+        folders |= {Path(file).parent for file in glob.glob(f"{pattern}/ckpt.pt")}
+    root = min(folders, key=lambda folder: len(folder.parts), default=Path()).parent
+    for folder in sorted(folders):
+        name = os.path.relpath(folder, root)
         try:
-            runs.append(read_run(folder, os.path.relpath(folder, root)))
-        except (ValueError, TypeError, KeyError) as error:      # of another version of the code, say: the others still count
-            print(f"{folder} left out: {error}")
+            logits, curve, run = read_run(folder, name, cache)
+        except Exception as error:                      # whatever ails it, the others still count
+            print(f"{folder} left out: {type(error).__name__}: {error}")
+            continue
+        runs.append(run)
+        grid += maps([f"{run['pe']}, {run['objective']}"], [logits])
+        if curve:
+            curves = losses.setdefault(run["objective"], {})
+            curves[name] = np.array(curve).T
     if not runs:
         raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
-    print_table([run["row"] for run in runs])
-    for flag in sorted(set().union(*[run["args"] for run in runs]) - NOT_COMPARED):
-        values = {run["row"]["run"]: str(run["args"].get(flag)) for run in runs}
-        if len(set(values.values())) > 1:
-            print(f"--{flag} differs: " + ", ".join(f"{value} ({name})" for name, value in values.items()))
-    if table5 := correlations(runs):
-        print("\nPearson's r of indicators and scores (P3 table 5); positive: better where the property is violated")
+    print_table(runs)
+    flags = set().union(*[run["args"] for run in runs])
+    for flag in sorted(flags - NOT_COMPARED):
+        values = {run["run"]: run["args"].get(flag) for run in runs}
+        if len(set(map(str, values.values()))) > 1:
+            print(f"--{flag} differs: {values}")
+    table5 = correlations(runs)
+    if table5:
+        print("\nPearson's r of indicators and scores (P3 table 5); positive: better where the "
+              "property is violated")
         print_table(table5)
     else:
-        print("no correlations with tasks: they take 3 runs of one objective, pe none aside, with results of finetune.py")
-    for run in [run for run in runs if run["losses"]]:  # a panel an objective: losses of two are not comparable
-        losses.setdefault(run["row"]["objective"], {})[run["row"]["run"]] = np.array(run["losses"]).T
-    panels = [lines(objective, "step", "validation loss", curves)[0] for objective, curves in losses.items()]
-    write(out_dir or root / "probe",
-          {"runs": [{**run["row"], **{key: run[key] for key in ("indicators", "scores", "args")}} for run in runs],
-           "correlations": table5},
-          {"maps.png": maps([f"{run['row']['pe']}, {run['row']['objective']}" for run in runs], [run["logits"] for run in runs]),
-           "losses.png": panels or "no run has a log with val_loss"})
+        print("no correlations with tasks: they take 3 runs of one objective, pe none aside, with "
+              "results of finetune.py")
+    for objective, curves in losses.items():            # a panel each: they are not comparable
+        panels += lines(objective, "step", "validation loss", curves)
+    write(out_dir or root / "probe", {"runs": runs, "correlations": table5},
+          {"maps.png": grid, "losses.png": panels or "no run has a log with val_loss"})
 
+
+# --------------------------------------------------------------------------------------------------
+# Over a run's checkpoints
 
 def context_cosines(vectors, eligible):
-    """Mean cosine of a token with the others of its row, and with those of other rows (P2 app. A.3). P2 samples one of each for
-    every token; here all are taken: the same mean, no noise (departure). (B, L, C), (B, L) bool -> two floats."""
+    """Mean cosine of a token with the others of its row, and with those of other rows (P2 app.
+    A.3). P2 samples one of each for every token; here all are taken: the same mean, no noise
+    (departure). (B, L, C), (B, L) bool -> {name: float}."""
     g = F.normalize(vectors.double(), dim=-1) * eligible[..., None]
-    m, own = eligible.sum(1, keepdim=True), g.sum(1, keepdim=True)                  # (B, 1) tokens, (B, 1, C) a row's sum
-    intra = ((g * own).sum(-1) - 1) / (m - 1)                                       # (B, L), less the token with itself
+    m = eligible.sum(1, keepdim=True)                           # (B, 1) tokens of a row
+    own = g.sum(1, keepdim=True)                                # (B, 1, C) their sum
+    intra = ((g * own).sum(-1) - 1) / (m - 1)                   # (B, L), less the token with itself
     inter = (g * (own.sum(0) - own)).sum(-1) / (m.sum() - m)
     counted = eligible & (m > 1) & (m.sum() > m)
-    return float(intra[counted].mean()), float(inter[counted].mean())
+    intra, inter = float(intra[counted].mean()), float(inter[counted].mean())
+    return {"intra-context": intra, "inter-context": inter, "contextual score": intra - inter}
 
 
-@torch.no_grad()
 def pair_cosines(encoder, file):
-    """Cosines of two words' embeddings (a word: its pieces' mean) for a file's lines `word<TAB>word<TAB>score` -> (n,) array."""
-    rows = [line.split("\t") for line in Path(file).read_text(encoding="utf-8").splitlines()] or [[]]
-    if wrong := [number for number, row in enumerate(rows, 1) if len(row) != 3 or not all(row)]:
-        raise ValueError(f"{file}, line {wrong[0]} is not word<TAB>word<TAB>score")
-    one, two = ([encoder.tok.weight[encoder.tokenizer.encode_ordinary(" " + word)].mean(0) for word in words]
-                for words in list(zip(*rows))[:2])                                  # n x (C,) each
-    return F.cosine_similarity(torch.stack(one), torch.stack(two)).double().numpy()
+    """Cosines of two words' embeddings (a word: its pieces' mean) for a file's lines
+    `word<TAB>word<TAB>score` -> (n,) tensor."""
+    cosines = []
+    text = Path(file).read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines() or [""], 1):
+        words = line.split("\t")[:-1]
+        if len(words) != 2:
+            raise ValueError(f"{file}, line {number} is not word<TAB>word<TAB>score")
+        pieces = [encoder.tokenizer.encode_ordinary(" " + word) for word in words]
+        one, two = [encoder.tok.weight[ids].mean(0) for ids in pieces]          # (C,)
+        cosines.append(F.cosine_similarity(one, two, dim=0))
+    return torch.stack(cosines)
 
 
-def validation_rows(folder, cache):
-    """Rows from all over the run's own validation text, as it lies prepared -> (n, L). Raises ValueError if it does not."""
-    facts = json.loads((folder / "config.json").read_text())
-    cache, L = cache or facts["args"]["cache"], facts["config"]["max_len"]
-    for meta in Path(cache).glob("*/meta.json"):
-        if json.loads(meta.read_text()) == facts["data"]:
-            corpus = open_corpus(meta.parent)
-            n = corpus.n_rows("val", L)
-            return torch.from_numpy(corpus.rows("val", np.linspace(0, n - 1, min(n, DYNAMICS_ROWS)).astype(int), L))
-    raise ValueError(f"the text of {folder} ({facts['data']['dataset']}) is not prepared in {cache}; --cache names another place")
-
-
-def dynamics(folder, pairs, cache, out_dir):
-    """--dynamics: how contexts and words come together and apart (P2 figs 3, 6), how positions take shape (P3 fig 8)."""
-    folder, rows, shapes = Path(folder), [], []
-    kept = {int(step[1]): file for file in folder.glob("ckpt_*.pt") if (step := re.fullmatch(r"ckpt_(\d+)", file.stem))}
+def dynamics(folder, pairs, cache, out_dir):            # --dynamics
+    """How contexts and words come together and apart (P2 figs 3, 6), how positions take shape (P3
+    fig 8)."""
+    folder, tokens = Path(folder), None
+    table, shapes = [], []
+    kept = sorted((int(file.stem[5:]), file) for file in folder.glob("ckpt_[0-9]*.pt"))
     if not kept:
         raise FileNotFoundError(f"{folder} keeps no ckpt_<step>.pt: train with --keep_every N")
-    tokens, steps = validation_rows(folder, cache), np.array(sorted(kept))
-    for number, step in enumerate(steps.tolist()):
-        model = load_pretraining(kept[step])
-        hidden = torch.cat([model.encoder(chunk, causal=model.causal) for chunk in tokens.split(16)])       # (n, L, C)
-        intra, inter = context_cosines(hidden, tokens < model.encoder.config.cls_id)
-        rows.append({"step": step, "intra-context": intra, "inter-context": inter, "contextual score": intra - inter})
+    for number, (step, file) in enumerate(kept):
+        model = load_pretraining(file)
+        cfg = model.encoder.config
+        if tokens is None:
+            tokens = validation_rows(own_corpus(model, cache), DYNAMICS_ROWS, cfg.max_len)
+        hidden = []
+        for rows in tokens.split(16):
+            hidden.append(model.encoder(rows, causal=model.causal))
+        found = {"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)}
         if pairs:
-            rows[-1]["word pairs"] = float(pair_cosines(model.encoder, pairs).mean())
-        if number in np.linspace(0, len(steps) - 1, 8).astype(int):
+            found["word pairs"] = float(pair_cosines(model.encoder, pairs).mean())
+        table.append(found)
+        if number in np.linspace(0, len(kept) - 1, 8).astype(int):
             shapes += vector_maps(position_vectors(model.encoder), [f"step {step:,}"])
-    print_table(rows)
+    print_table(table)
 
     def curves(title, *names):
-        return lines(title, "step", "mean cosine", {name: (steps, np.array([row[name] for row in rows])) for name in names})
-    write(out_dir or folder / "dynamics", {"run": str(folder), "rows": len(tokens), "steps": rows}, {
-        "contexts.png": curves("hidden states", "intra-context", "inter-context") + curves("their gap", "contextual score"),
-        "words.png": curves(f"embeddings of the word pairs in {Path(pairs).name}", "word pairs") if pairs else "no --pairs",
-        "vectors.png": shapes or f"{model.encoder.config.pe} has no vectors of positions or offsets"})
+        found = {}
+        for name in names:
+            if name in table[0]:
+                points = [(row["step"], row[name]) for row in table]
+                found[name] = np.array(points).T
+        return lines(title, "step", "mean cosine", found)
+    numbers = {"run": str(folder), "rows": len(tokens), "steps": table}
+    write(out_dir or folder / "dynamics", numbers, {
+        "contexts.png": curves("hidden states", "intra-context", "inter-context")
+        + curves("their gap", "contextual score"),
+        "words.png": curves(f"embeddings of the pairs in {pairs}", "word pairs") or "no --pairs",
+        "vectors.png": shapes or f"{cfg.pe} has no vectors of positions or offsets",
+    })
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A try
 
-def row(ids, cfg):
-    """-> [CLS] ids [SEP] as (1, L). Raises ValueError when it is longer than the model's rows."""
-    if not 2 <= len(ids) <= cfg.max_len - 2:
-        raise ValueError(f"the text has {len(ids)} tokens; between 2 and {cfg.max_len - 2} fit this model")
-    return torch.tensor([[cfg.cls_id, *ids, cfg.sep_id]])
+def row(encoder, *texts):
+    """-> [CLS] text [SEP] .. as (1, L). A [MASK] takes its leading space with it, as in training.
+    Raises ValueError when the row is longer than the model's."""
+    cfg = encoder.config
+    ids = [cfg.cls_id]
+    for text in texts:
+        text = text.replace(" [MASK]", "[MASK]")
+        ids += *encoder.tokenizer.encode(text, allowed_special="all"), cfg.sep_id
+    if not 4 <= len(ids) <= cfg.max_len:
+        raise ValueError(f"the text has {len(ids) - 2} tokens; between 2 and {cfg.max_len - 2} "
+                         "fit this model")
+    return torch.tensor([ids])
 
 
-@torch.no_grad()
-def fill_masks(model, text, k=5):
-    """The k likeliest words for each [MASK], which takes its leading space with it as in training -> [[(word, probability)]]."""
-    encoder, cfg = model.encoder, model.encoder.config
-    tokens = row(encoder.tokenizer.encode(text.replace(" [MASK]", "[MASK]"), allowed_special={"[MASK]"}), cfg)
-    logits = model.objectives["mlm"].logits(encoder, encoder(tokens))[0, :, :cfg.cls_id]    # (L, V): no special is an answer
-    p, best = logits[tokens[0] == cfg.mask_id].float().softmax(-1).topk(k)
-    return [[(encoder.tokenizer.decode([i]), float(q)) for i, q in zip(*pair)] for pair in zip(best.tolist(), p)]
+def fill_masks(encoder, mlm, text, k=5):
+    """The k likeliest words for each [MASK] -> [[(word, probability)]]."""
+    answers = []
+    tokens = row(encoder, text)
+    hidden = encoder(tokens)[tokens == encoder.config.mask_id]                  # (n, C)
+    logits = mlm.word_logits(encoder, hidden)[:, :encoder.config.cls_id]        # not a special
+    p, best = logits.softmax(-1).topk(k)
+    for ids, q in zip(best[..., None].tolist(), p.tolist()):
+        words = encoder.tokenizer.decode_batch(ids)
+        answers.append(list(zip(words, q)))
+    return answers
 
 
-def shuffled(model, text, seed):
-    """Shuffle (or hide) 60% of a sentence's positions, as in training -> objective, n words, pos (1, L), hidden (1, L, C)."""
-    encoder, ids = model.encoder, model.encoder.tokenizer.encode_ordinary(text)
-    objective = next(model.objectives[name] for name in model.names if name in KINDS["position"])
-    objective.check(len(ids) + 2)
-    batch, moved = new_batch(row(ids, encoder.config), encoder.config.vocab_size), False
-    while not moved:                        # of a short text all may stay where they are
+def go_on(encoder, clm, text):
+    """The likeliest next token, NEXT_TOKENS times or until the row is full -> text."""
+    tokens = row(encoder, text)[:, :-1]
+    n_given = tokens.size(1)
+    for _ in range(min(NEXT_TOKENS, encoder.config.max_len - n_given)):
+        last = encoder(tokens, causal=True)[:, -1:]                             # (1, 1, C)
+        logits = clm.word_logits(encoder, last)[..., :encoder.config.cls_id]
+        tokens = torch.cat((tokens, logits.argmax(-1)), 1)
+    return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
+
+
+def shuffled(encoder, objective, text, seed):
+    """Shuffle (or hide) 60% of a sentence's positions, as in training -> its n words, batch, hidden
+    (1, L, C)."""
+    tokens = row(encoder, text)
+    objective.check(tokens.size(1))
+    batch = new_batch(tokens, encoder.config.vocab_size)
+    true = batch["pos"] = torch.arange(tokens.size(1))
+    while (batch["pos"] == true).all():         # of a short text all may stay where they are
         objective.corrupt(batch, stream("cpu", seed, "probe"))
-        moved, seed = (batch["pos"] != torch.arange(len(ids) + 2)).any(), seed + 1
-    return objective, [encoder.tokenizer.decode([i]) for i in ids], batch["pos"], encoder(batch["tokens"], batch["pos"])
+        seed += 1
+    words = encoder.tokenizer.decode_batch(tokens[0, 1:-1, None].tolist())
+    return words, batch, encoder(tokens, batch["pos"])
 
 
-@torch.no_grad()
-def put_in_order(model, text, seed=0):
-    """Shuffle a sentence and sort it by the offsets that the model predicts -> its tokens as given, as the model orders them
-    and as they were, and for the first two the share of pairs in the right order."""
-    objective, words, pos, hidden = shuffled(model, text, seed)
-    offset = objective.expected_offsets(model.encoder, hidden, pos)[0].fill_diagonal_(0)    # (n, n)
-    place = offset.mean(0) - offset.mean(1)     # far to the right of all others, and they to its left: late
-    pos = pos[0, 1:-1]
-    unknown = pos == UNKNOWN_POS                # pmlm: what was hidden is shown at the free places, in any order
-    free = torch.arange(1, len(pos) + 1)[unknown]
-    given = pos.masked_scatter(unknown, free[torch.randperm(len(free), generator=torch.Generator().manual_seed(seed))]).argsort()
-    found = place.argsort()
-    return [[words[i] for i in order] for order in (given, found, range(len(pos)))], [pairs_right(o) for o in (given, found)]
+def expected_offsets(objective, encoder, hidden, batch):
+    """The mean of the predicted distribution of offsets, or the one number of smooth_l1, for all
+    pairs of inner places -> (B, n, n)."""
+    head = objective.head
+    logits = head.psi(head.scores(encoder, hidden, batch)).float()
+    if objective.cfg.pair_loss == "smooth_l1":
+        return logits[..., 0] * objective.L
+    return logits.softmax(-1) @ torch.arange(1.0 - objective.L, objective.L)
+
+
+def put_in_order(encoder, objective, text, seed=0):
+    """Shuffle a sentence and sort it by the offsets that the model predicts -> its words, in which
+    order they were given, and into which the model puts them: two permutations (n,)."""
+    words, batch, hidden = shuffled(encoder, objective, text, seed)
+    offset = expected_offsets(objective, encoder, hidden, batch)[0].fill_diagonal_(0)
+    place = offset.mean(0) - offset.mean(1)     # right of all others, and they left of it: late
+    pos = batch["pos"][0, 1:-1]
+    anywhere = torch.rand(pos.shape, generator=stream("cpu", seed, "shown"))
+    pos = torch.where(pos == UNKNOWN_POS, len(pos) * anywhere, pos)     # pmlm: what was hidden
+    return words, pos.argsort(), place.argsort()
 
 
 def pairs_right(order):
-    """Share of pairs that a permutation leaves in order: 1 for the identity, .5 by chance, 0 reversed."""
-    return float((order[None, :] > order[:, None]).triu(1).sum() / (len(order) * (len(order) - 1) / 2))
+    """Share of pairs that a permutation leaves in order: 1 for the identity, .5 by chance, 0
+    reversed."""
+    ordered = (order[:, None] < order).triu(1)
+    return float(ordered.sum() / math.comb(len(order), 2))
 
 
-def who_moved(model, text, seed=0):
-    """pplm_binary -> [(word, did it move, mean P(its given offsets are true))], AUC of the latter for words that stayed."""
-    objective, words, pos, hidden = shuffled(model, text, seed)
+def who_moved(encoder, objective, text, seed=0):
+    """pplm_binary: print how far the model believes the place of each word of a shuffled sentence,
+    and the AUC of this."""
+    words, batch, hidden = shuffled(encoder, objective, text, seed)
     if len(words) < 4:
-        raise ValueError(f"the text has {len(words)} tokens; take at least 4, so that some move and some stay")
-    p = objective.pair_logits(model.encoder, hidden, pos)[0].float().softmax(-1)[..., 1]    # (n, n)
-    share = (p + p.T).fill_diagonal_(0).sum(1) / (2 * len(p) - 2)
-    moved = pos[0, 1:-1] != torch.arange(1, len(p) + 1)
-    gap = share[~moved][:, None] - share[moved]                                     # (stayed, moved)
-    return list(zip(words, moved.tolist(), share.tolist())), float(((gap > 0) + 0.5 * (gap == 0)).mean())
+        raise ValueError(f"the text has {len(words)} tokens; take at least 4, so that some move "
+                         "and some stay")
+    [(share, stayed, area)] = believed(objective, encoder, hidden, batch)
+    for word, p, stays in zip(words, share, stayed):
+        print(f"{p:.2f} {'stayed' if stays else 'moved '} {word!r}")
+    print("the number: how much of a word's offsets the model believes; AUC "
+          f"{area:.2f} (1: told apart, .5: chance)")
 
 
-def go_on(model, text):
-    """clm: the likeliest next token, NEXT_TOKENS times or until the row is full -> text."""
-    encoder, cfg = model.encoder, model.encoder.config
-    tokens = given = row(encoder.tokenizer.encode_ordinary(text), cfg)[:, :-1]
-    while tokens.size(1) < min(cfg.max_len, given.size(1) + NEXT_TOKENS):
-        logits = model.objectives["clm"].logits(encoder, encoder(tokens, causal=True)[:, -1])       # (1, V)
-        tokens = torch.cat((tokens, logits[:, :cfg.cls_id].argmax(-1, keepdim=True)), 1)
-    return encoder.tokenizer.decode(tokens[0, given.size(1):].tolist())
+def what_context_gives(model, texts):
+    """Mean cosines of tc's g = h - e, within the texts and across -> {name: float}."""
+    encoder, g = model.encoder, []
+    for text in texts:
+        tokens = row(encoder, text)
+        batch = new_batch(tokens, encoder.config.vocab_size)
+        hidden = encoder(tokens, causal=model.causal)
+        e = model.objectives["tc"].embedding(encoder, batch)
+        g.append((hidden - e)[0, 1:-1])                         # (n, C)
+    g = torch.nn.utils.rnn.pad_sequence(g, True)                # (2, n, C), with zeros
+    return context_cosines(g, g.any(-1))
 
 
-def two_texts(model, text):
-    """'first ||| second' -> nsp: P(the second follows); tc: mean cosines, within and across, of g = h - e, what context gives."""
-    encoder, cfg = model.encoder, model.encoder.config
-    first, second = (encoder.tokenizer.encode_ordinary(part.rstrip()) for part in text.split("|||", 1))
-    if "nsp" in model.names:
-        nsp, hidden = model.objectives["nsp"], encoder(row([*first, cfg.sep_id, *second], cfg))
-        return nsp.out(torch.tanh(nsp.dense(hidden[:, 0]))).softmax(-1)[0, :1].tolist()
-    tokens = torch.nn.utils.rnn.pad_sequence([row(ids, cfg)[0] for ids in (first, second)], True, cfg.pad_id)    # (2, L)
-    hidden = encoder(tokens, pad=tokens == cfg.pad_id, causal=model.causal)
-    g = hidden - model.objectives["tc"].embedding(encoder, new_batch(tokens, cfg.vocab_size))
-    return context_cosines(g, tokens < cfg.cls_id)
-
-
-def try_text(model, text):
-    """Print what the run's objective has to say about a text. Raises ValueError where it has nothing."""
-    names, is_plain = model.names, "[MASK]" not in text and "|||" not in text
-    if "[MASK]" in text and "mlm" in names:
-        for words in fill_masks(model, text):
-            print("[MASK]: " + ", ".join(f"{word!r} {p:.2f}" for word, p in words))
-    elif "|||" in text and {"nsp", "tc"} & set(names):
-        print(("the second part follows the first: probability {:.3f}" if "nsp" in names else "mean cosine of what context gives "
-               "to tokens: {:.3f} within the texts, {:.3f} across").format(*two_texts(model, text)))
-    elif is_plain and "pplm_binary" in names:
-        rows, auc = who_moved(model, text)
-        print("\n".join(f"{share:.2f} {'moved ' if moved else 'stayed'} {word!r}" for word, moved, share in rows))
-        print(f"the number: how much of a word's offsets the model believes; AUC {auc:.2f} (1: told apart, .5: chance)")
-    elif is_plain and set(KINDS["position"]) & set(names):
-        (given, found, true), (before, after) = put_in_order(model, text)
-        print(f"given:  {'|'.join(given)}\nmodel:  {'|'.join(found)}\ntrue:   {'|'.join(true)}")
-        print(f"pairs in the right order: {before:.0%} as given, {after:.0%} as the model puts them")
-    elif is_plain and "clm" in names:
-        print(f"{text} -> {go_on(model, text)!r}")
+def try_text(path, text):                               # --text
+    """Print what the run's objective has to say about a text. Raises ValueError where it has
+    nothing."""
+    model = load_pretraining(path)
+    encoder, heads = model.encoder, model.objectives
+    position = position_objective(model)
+    print(f"{path}: {encoder.config.pe}, {'+'.join(model.names)}")
+    parts = [part.rstrip() for part in text.split("|||", 1)]
+    is_plain = "[MASK]" not in text and "|||" not in text
+    if not heads:
+        raise ValueError(f"{path} is fine-tuned, without heads to try: take its run's ckpt.pt")
+    if "[MASK]" in text and "mlm" in heads:
+        for answers in fill_masks(encoder, heads["mlm"], text):
+            print("[MASK]:", ", ".join(f"{word!r} {p:.2f}" for word, p in answers))
+    elif "|||" in text and "nsp" in heads:
+        hidden = encoder(row(encoder, *parts))
+        p = heads["nsp"].answer(hidden).softmax(-1)[0, 0]
+        print(f"the second part follows the first: probability {p:.3f}")
+    elif "|||" in text and "tc" in heads:
+        found = what_context_gives(model, parts)
+        print("mean cosine of what context gives to tokens: "
+              f"{found['intra-context']:.3f} within the texts, {found['inter-context']:.3f} across")
+    elif is_plain and "pplm_binary" in heads:
+        who_moved(encoder, position, text)
+    elif is_plain and position:
+        words, given, found = put_in_order(encoder, position, text)
+        def text_in(order):
+            return "|".join(words[i] for i in order)
+        print(f"given:  {text_in(given)}\nmodel:  {text_in(found)}\ntrue:   {'|'.join(words)}")
+        print(f"pairs in the right order: {pairs_right(given):.0%} as given, "
+              f"{pairs_right(found):.0%} as the model puts them")
+    elif is_plain and "clm" in heads:
+        print(f"{text} -> {go_on(encoder, heads['clm'], text)!r}")
     else:
-        raise ValueError(f"objective {'+'.join(names)}: write [MASK] for mlm, 'one ||| another' for nsp and tc, or neither")
+        raise ValueError(f"objective {'+'.join(model.names)}: write [MASK] for mlm, 'one ||| "
+                         "another' for nsp and tc, or neither")
+
+
+def parse_args(argv=None):
+    """-> namespace with every value set. Exits with 2 on a mistake."""
+    parser = Parser("probe.py", __doc__)
+    parser.add_argument("--runs", nargs="+", metavar="GLOB", help="compare run folders")
+    parser.add_settings("what is probed", ProbeConfig)
+    args = Namespace(**defaults(ProbeConfig) | vars(parser.parse_args(argv)))
+    many = args.runs or args.dynamics
+    if args.ckpt and many or args.runs and args.dynamics:
+        parser.error("take one of --ckpt, --runs and --dynamics")
+    if many and args.text or args.pairs and not args.dynamics:
+        parser.error("--text is for --ckpt, --pairs is for --dynamics")
+    if args.text and (args.out_dir or args.cache):
+        parser.error("--text writes nothing and reads no data: --out_dir, --cache are for others")
+    return args
 
 
 def main(argv=None):
-    parser = Parser("probe.py", __doc__)
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--ckpt", help="run folder or checkpoint file (default: the newest under out/)")
-    what.add_argument("--runs", nargs="+", metavar="GLOB", help="compare run folders")
-    what.add_argument("--dynamics", metavar="RUN", help="follow a run over the checkpoints that it kept")
-    parser.add_argument("--text", help="try the model on a text: see above")
-    parser.add_argument("--per_head", action="store_true", help="with --ckpt: also the map of each head")
-    parser.add_argument("--pairs", metavar="FILE", help="with --dynamics: lines of word<TAB>word<TAB>score")
-    parser.add_argument("--cache", help="with --dynamics: folder of prepared data (default: the run's)")
-    parser.add_argument("--out_dir", help="where to write (default: RUN/probe, RUN/dynamics, or probe beside the runs)")
-    args = parser.parse_args(argv)
-    many = args.runs or args.dynamics
-    if args.text is not None and args.out_dir:
-        parser.error("--text writes nothing: --out_dir is for the others")
-    if many and (args.text is not None or args.per_head) or (args.pairs or args.cache) and not args.dynamics:
-        parser.error("--text and --per_head are for --ckpt; --pairs and --cache are for --dynamics")
-    with one_line_errors(), torch.no_grad():
+    args = parse_args(argv)
+    with one_line_errors():
         if args.runs:
-            return compare_runs(args.runs, args.out_dir)
-        if args.dynamics:
-            return dynamics(args.dynamics, args.pairs, args.cache, args.out_dir)
-        newest = max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default=None)
-        if not (args.ckpt or newest):
-            raise FileNotFoundError("no checkpoint under out/: pre-train one first (python train.py)")
-        path = args.ckpt or newest.parent
-        if args.text is None:
-            return probe_run(path, args.out_dir, args.per_head)
-        model = load_pretraining(path)
-        print(f"{path}: {model.encoder.config.pe}, {'+'.join(model.names)}")
-        try_text(model, args.text)
+            compare_runs(args.runs, args.cache, args.out_dir)
+        elif args.dynamics:
+            dynamics(args.dynamics, args.pairs, args.cache, args.out_dir)
+        elif args.text is None:
+            probe_run(args.ckpt or newest_run(), args.cache, args.out_dir)
+        else:
+            try_text(args.ckpt or newest_run(), args.text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""What a reader who knows only so much would score: the lines that a loss is set beside.
+
+    known = baselines(model, unigram)       # of a Pretraining -> {name: nats}, printed and logged
+
+mlm, clm      uniform     every word alike; unigram: how frequent words are
+tc, nsp       constant    always the same answer
+pplm and its kin, for rows of n = L - 2 eligible tokens:
+  prior       how frequent offsets are, p(r) ~ n - |r|
+  copy        pplm: also the two given positions, no token
+  selected    pplm: also which places were selected; moved: also which of them really moved
+  free_slots  pmlm: which places are hidden
+  some_moved  pplm_some: which places moved
+  binary      pplm_binary: how often the given offset is the true one
+
+Below copy, tokens are being read; below moved, free_slots and some_moved, order is known.
+"""
+
+import math
+
+import numpy as np
+
+N_SPECIALS = 8
+NAMES = {
+    "pplm": ("prior", "copy", "selected", "moved"),
+    "pmlm": ("prior", "free_slots"),
+    "pplm_some": ("prior", "some_moved"),
+    "pplm_binary": ("binary",),
+}
+
+
+def baselines(model, unigram) -> dict:
+    """{name: nats} of a Pretraining; with several objectives, objective.name. unigram: the entropy
+    of the corpus's words."""
+    found, L = {}, model.encoder.config.max_len
+    for name, part in model.objectives.items():
+        prefix = f"{name}." if len(model.names) > 1 else ""
+        for key, value in of_part(
+            name, part.cfg, L, model.encoder.config, unigram
+        ).items():
+            found[prefix + key] = value
+    return found
+
+
+def of_part(name, cfg, L, shape, unigram):
+    """{name: nats} of one objective; an unknown one has none."""
+    if name in ("mlm", "clm"):
+        n_means = 2 if name == "mlm" and cfg.mlm_on == "all" else 1
+        uniform = math.log(shape.vocab_size - N_SPECIALS)
+        return {"uniform": n_means * uniform, "unigram": n_means * unigram}
+    if name in ("tc", "nsp"):
+        return {"constant": math.log(1 + cfg.tc_negatives if name == "tc" else 2)}
+    if name not in NAMES:
+        return {}
+    # Mean |offset| of two different places: the best constant is 0.
+    distance = L / 3 - 1 / 3
+    if cfg.pair_loss == "wasserstein":
+        return {"prior": distance}
+    if cfg.pair_loss == "smooth_l1":
+        return {"prior": (distance - 0.5) / L}
+    known = position_baselines(L, cfg.pos_rate)
+    uniform = math.log(2 if name == "pplm_binary" else 2 * L - 1)
+    return {"uniform": uniform} | {key: known[key] for key in NAMES[name]}
+
+
+def unigram_entropy(corpus):
+    """Nats a token, of the first ten million tokens, specials left out."""
+    counts = np.bincount(corpus.train[:10_000_000], minlength=corpus.vocab_size)[
+        :-N_SPECIALS
+    ]
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def position_baselines(L, rate) -> dict:
+    """The cross-entropy (nats) of each reader of positions, for rows without an inner [SEP].
+
+    prior is exact; the rest are means over random pairs of places, exact to about .003 (.01 at
+    rates that move few). In a row with an inner [SEP] fewer tokens share the same k slots: at L 64
+    binary is there .012 too high and copy .01 too low.
+    """
+    n, rng = L - 2, np.random.default_rng(0)
+    k, samples = round(rate * n), min(4000, 2**19 // L)             # seconds, whatever L
+    pairs = n * (n - 1)
+    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs        # of a pair's ends, selected
+    copy, inside, kept, moved, some, some_pairs = [], [], [], [], [], []
+    for _ in range(samples):
+        a, b = rng.choice(n, 2, replace=False)
+        weights = copy_weights(n, k, a, b)
+        copy.append(offset_entropy(np.arange(n), weights))
+        kept.append(np.trace(weights, b - a) / weights.sum())
+        places = rng.choice(n, k, replace=False)
+        inside.append(offset_entropy(places, np.ones((k, k))))
+        places = places[places != rng.permutation(places)]
+        m = len(places)                                             # so many really moved
+        if m == 0:
+            moved.append(0.0)                                       # then all is known
+            continue
+        # Each row counts by its pairs: m (m - 1) with two moved ends, 2 m (n - m) with one.
+        some.append(m * (m - 1) * offset_entropy(places, moved_weights(m)))
+        some_pairs.append(m * (m - 1))
+        moved.append((some[-1] + 2 * m * (n - m) * math.log(m - 1)) / pairs)
+    selected, p = both * np.mean(inside) + one * math.log(k), np.mean(kept)
+    r = np.arange(-n + 1, n)
+    found = {
+        "prior": entropy(np.where(r == 0, 0, n - abs(r))),
+        "copy": np.mean(copy),
+        "selected": selected,
+        "moved": np.mean(moved),
+        "free_slots": selected / (both + one),
+        "some_moved": sum(some) / max(1, sum(some_pairs)),
+        "binary": entropy(np.array([p, 1 - p])),
+    }
+    return {key: float(value) for key, value in found.items()}
+
+
+def entropy(counts) -> float:
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+def offset_entropy(places, weights) -> float:
+    """Entropy of t_j - t_i, when (t_i, t_j) are two different of m places with weights (m, m),
+    whose diagonal is set to 0."""
+    np.fill_diagonal(weights, 0)
+    r = places[None, :] - places[:, None]                           # (m, m)
+    return entropy(np.bincount((r - r.min()).ravel(), weights.ravel()))
+
+
+def moved_weights(m):
+    """P(t_i, t_j | i seen at place 0, j at place 1, and all m moved) up to a factor -> (m, m).
+
+    How many permutations without a fixed point are left, once two tokens have their places?
+    """
+    trade, chain, free = (
+        count_free(m - 2, fixed) for fixed in (m - 2, m - 3, m - 4)
+    )
+    weights = np.full((m, m), free / max(trade, chain, 1))
+    weights[1, :] = weights[:, 0] = chain / max(trade, chain, 1)    # one is at the other's place
+    weights[1, 0] = trade / max(trade, chain, 1)                    # they traded
+    weights[0, :] = weights[:, 1] = 0                               # neither is where it is seen
+    return weights
+
+
+def count_free(n, k):
+    """Permutations of n, of which the first k must not stay where they are."""
+    signs = [
+        (-1) ** i * math.comb(k, i) * math.factorial(n - i) for i in range(k + 1)
+    ]
+    return sum(signs) if 0 <= k <= n else 0
+
+
+def copy_weights(n, k, a, b):
+    """P(t_i, t_j | i seen at a, j seen at b) up to a factor -> (n, n).
+
+    The corruption treats all places alike, so only the pattern counts: who is right, who is at the
+    other's place.
+    """
+    both_in = k * (k - 1) / (n * (n - 1))                           # both selected
+    one_in = (n - k) * k / (n * (n - 1))                            # b selected, a not
+    swapped = both_in / (k * (k - 1))  # k permuted: two places go to two given ones
+    # a's true place is b, b's a third one.
+    chain = both_in * (1 / k - 1 / (k * (k - 1))) / max(n - 2, 1)
+    right = (n - k) * (n - k - 1) / (n * (n - 1)) + 2 * one_in / k + swapped
+    half = one_in * (1 - 1 / k) / max(n - 2, 1) + chain  # one right, the other at a third
+    rest = 1 - right - swapped - 2 * (n - 2) * (half + chain)
+    weights = np.full((n, n), rest / max((n - 2) * (n - 3), 1))
+    weights[a, :] = weights[:, b] = half
+    weights[b, :] = weights[:, a] = chain
+    weights[a, b], weights[b, a] = right, swapped
+    np.fill_diagonal(weights, 0)
+    return weights
