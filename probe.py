@@ -288,6 +288,17 @@ def worth_of_words(model, corpus, n_rows=512):
     return losses
 
 
+def words_as_text(found):
+    """What worth_of_words has found, in a line for people; "" where there was no text."""
+    if found["true"] is None:
+        return ""
+    text = "position loss: {true:.3f} with the true words, {random:.3f} with random ones, " \
+           "{shuffled:.3f} with the row's own in another order".format(**found)
+    if found["auc"] is not None:
+        text += f"; moved tokens told from the others: AUC {found['auc']:.3f} (chance .5)"
+    return text
+
+
 def other_words(tokens, cls_id, text):
     """Rows (B, L) whose words say something else; [MASK] and other specials stay.
 
@@ -542,9 +553,7 @@ def probe_run(path, cache, out_dir):                    # --ckpt
     print(f"last hidden states: standard deviation over words at one place {run['std words']:.3f}, "
           f"over the places of one word {run['std places']:.3f}")
     if position_objective(model):
-        print("loss of the position objective with true words, random ones, and the row's own in "
-              "another order; AUC of the tokens that moved (1: told apart, .5: chance)")
-        print_table([run["words"]])
+        print(words_as_text(run["words"]))
     folder = file / "probe" if file.is_dir() else file.with_name(f"probe_{file.stem}")
     write(out_dir or folder, {"ckpt": str(path), **run, "map": A},
           pictures_of(model.encoder, logits))

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import common
+import probe
 from baselines import baselines, unigram_entropy
 from common import one_line_errors, pick_fields, read_checkpoint, read_rows, setting
 from data import Batches, DataConfig, encoding_arguments, prepare
@@ -56,10 +57,12 @@ FAST, BERT = (
 # P3 (it gives epochs, the steps are ours); base P1.
 # fmt: off
 PRESETS = {
-    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
-                 grad_accum=1, lr=2e-3, warmup=100, steps=1500, mask_rate=.15, **FAST, **DOCS),
+    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=16,
+                 grad_accum=1, lr=2e-3, warmup=100, steps=3000, mask_rate=.15, dropout=0.,
+                 **FAST, **DOCS),
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64,
-                grad_accum=1, lr=1e-3, warmup=300, steps=3000, mask_rate=.15, **FAST, **DOCS),
+                grad_accum=1, lr=1e-3, warmup=300, steps=3000, mask_rate=.15, dropout=0.,
+                **FAST, **DOCS),
     "paper": dict(n_layer=12, d_model=256, n_head=16, d_ff=1024, block_size=128, batch_size=64,
                   grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **FAST, **WEB),
     "small": dict(n_layer=4, d_model=512, n_head=8, d_ff=2048, block_size=256, batch_size=64,
@@ -100,10 +103,10 @@ class TrainConfig:
     preset: str = setting("demo", "sizes and schedule, see below", tuple(PRESETS))
     seed: int = setting(1337, "of everything random", "[0, 9e18]")
     block_size: int = setting(64, "tokens a row, [CLS] and [SEP] included", "[4, 1e5]")
-    batch_size: int = setting(32, "rows a micro-batch and process", "[1, 1e6]")
+    batch_size: int = setting(16, "rows a micro-batch and process", "[1, 1e6]")
     grad_accum: int = setting(1, "micro-batches an update", "[1, 1e6]")
     steps: int = setting(
-        1500, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
+        3000, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
     )
     lr: float = setting(
         2e-3, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"
@@ -129,12 +132,12 @@ class TrainConfig:
         False, "go on from the run folder's checkpoint, if it has one"
     )
     eval_every: int = setting(
-        250, "steps between validations, which also save", "[1, 2e9]"
+        500, "steps between validations, which also save", "[1, 2e9]"
     )
     keep_every: int = setting(
         0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]"
     )
-    log_every: int = setting(50, "steps between log lines", "[1, 2e9]")
+    log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
     device: str | None = setting(
         None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps")
     )
@@ -459,6 +462,9 @@ def train(args, progress):
             f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder} --text 'a sentence "
             f"of yours'   |   python finetune.py --task docs --ckpt {folder}"
         )
+        if probe.position_objective(model):
+            found = probe.worth_of_words(model, corpus)
+            print(probe.words_as_text(found))
         if args.preset == "demo":
             print(
                 "this was the demo; the real run, on a GPU: python train.py --pe "
