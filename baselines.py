@@ -46,9 +46,16 @@ def of_part(name, cfg, L, shape, unigram):
     if name in ("mlm", "clm"):
         n_means = 2 if name == "mlm" and cfg.mlm_on == "all" else 1
         uniform = math.log(shape.vocab_size - N_SPECIALS)
-        return {"uniform": n_means * uniform, "unigram": n_means * unigram}
+        return {
+            "uniform": n_means * uniform,
+            "unigram": n_means * unigram,
+        }
     if name in ("tc", "nsp"):
-        return {"constant": math.log(1 + cfg.tc_negatives if name == "tc" else 2)}
+        return {
+            "constant": math.log(
+                1 + cfg.tc_negatives if name == "tc" else 2
+            )
+        }
     if name not in NAMES:
         return {}
     # Mean |offset| of two different places: the best constant is 0.
@@ -59,14 +66,16 @@ def of_part(name, cfg, L, shape, unigram):
         return {"prior": (distance - 0.5) / L}
     known = position_baselines(L, cfg.pos_rate)
     uniform = math.log(2 if name == "pplm_binary" else 2 * L - 1)
-    return {"uniform": uniform} | {key: known[key] for key in NAMES[name]}
+    return {"uniform": uniform} | {
+        key: known[key] for key in NAMES[name]
+    }
 
 
 def unigram_entropy(corpus):
     """Nats a token, of the first ten million tokens, specials left out."""
-    counts = np.bincount(corpus.train[:10_000_000], minlength=corpus.vocab_size)[
-        :-N_SPECIALS
-    ]
+    counts = np.bincount(
+        corpus.train[:10_000_000], minlength=corpus.vocab_size
+    )[:-N_SPECIALS]
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
@@ -79,10 +88,17 @@ def position_baselines(L, rate) -> dict:
     binary is there .012 too high and copy .01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
-    k, samples = round(rate * n), min(4000, 2**19 // L)             # seconds, whatever L
+    k, samples = round(rate * n), min(4000, 2**19 // L)                 # seconds, whatever L
     pairs = n * (n - 1)
-    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs        # of a pair's ends, selected
-    copy, inside, kept, moved, some, some_pairs = [], [], [], [], [], []
+    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs            # of a pair's ends, selected
+    copy, inside, kept, moved, some, some_pairs = (
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
         weights = copy_weights(n, k, a, b)
@@ -91,15 +107,22 @@ def position_baselines(L, rate) -> dict:
         places = rng.choice(n, k, replace=False)
         inside.append(offset_entropy(places, np.ones((k, k))))
         places = places[places != rng.permutation(places)]
-        m = len(places)                                             # so many really moved
+        m = len(places)                                                 # so many really moved
         if m == 0:
-            moved.append(0.0)                                       # then all is known
+            moved.append(0.0)                                           # then all is known
             continue
         # Each row counts by its pairs: m (m - 1) with two moved ends, 2 m (n - m) with one.
-        some.append(m * (m - 1) * offset_entropy(places, moved_weights(m)))
+        some.append(
+            m * (m - 1) * offset_entropy(places, moved_weights(m))
+        )
         some_pairs.append(m * (m - 1))
-        moved.append((some[-1] + 2 * m * (n - m) * math.log(m - 1)) / pairs)
-    selected, p = both * np.mean(inside) + one * math.log(k), np.mean(kept)
+        moved.append(
+            (some[-1] + 2 * m * (n - m) * math.log(m - 1)) / pairs
+        )
+    selected, p = (
+        both * np.mean(inside) + one * math.log(k),
+        np.mean(kept),
+    )
     r = np.arange(-n + 1, n)
     found = {
         "prior": entropy(np.where(r == 0, 0, n - abs(r))),
@@ -122,8 +145,10 @@ def offset_entropy(places, weights) -> float:
     """Entropy of t_j - t_i, when (t_i, t_j) are two different of m places with weights (m, m),
     whose diagonal is set to 0."""
     np.fill_diagonal(weights, 0)
-    r = places[None, :] - places[:, None]                           # (m, m)
-    return entropy(np.bincount((r - r.min()).ravel(), weights.ravel()))
+    r = places[None, :] - places[:, None]                               # (m, m)
+    return entropy(
+        np.bincount((r - r.min()).ravel(), weights.ravel())
+    )
 
 
 def moved_weights(m):
@@ -135,16 +160,17 @@ def moved_weights(m):
         count_free(m - 2, fixed) for fixed in (m - 2, m - 3, m - 4)
     )
     weights = np.full((m, m), free / max(trade, chain, 1))
-    weights[1, :] = weights[:, 0] = chain / max(trade, chain, 1)    # one is at the other's place
-    weights[1, 0] = trade / max(trade, chain, 1)                    # they traded
-    weights[0, :] = weights[:, 1] = 0                               # neither is where it is seen
+    weights[1, :] = weights[:, 0] = chain / max(trade, chain, 1)  # one is at the other's place
+    weights[1, 0] = trade / max(trade, chain, 1)                        # they traded
+    weights[0, :] = weights[:, 1] = 0  # neither is where it is seen
     return weights
 
 
 def count_free(n, k):
     """Permutations of n, of which the first k must not stay where they are."""
     signs = [
-        (-1) ** i * math.comb(k, i) * math.factorial(n - i) for i in range(k + 1)
+        (-1) ** i * math.comb(k, i) * math.factorial(n - i)
+        for i in range(k + 1)
     ]
     return sum(signs) if 0 <= k <= n else 0
 
@@ -155,12 +181,16 @@ def copy_weights(n, k, a, b):
     The corruption treats all places alike, so only the pattern counts: who is right, who is at the
     other's place.
     """
-    both_in = k * (k - 1) / (n * (n - 1))                           # both selected
-    one_in = (n - k) * k / (n * (n - 1))                            # b selected, a not
+    both_in = k * (k - 1) / (n * (n - 1))                               # both selected
+    one_in = (n - k) * k / (n * (n - 1))                                # b selected, a not
     swapped = both_in / (k * (k - 1))  # k permuted: two places go to two given ones
     # a's true place is b, b's a third one.
     chain = both_in * (1 / k - 1 / (k * (k - 1))) / max(n - 2, 1)
-    right = (n - k) * (n - k - 1) / (n * (n - 1)) + 2 * one_in / k + swapped
+    right = (
+        (n - k) * (n - k - 1) / (n * (n - 1))
+        + 2 * one_in / k
+        + swapped
+    )
     half = one_in * (1 - 1 / k) / max(n - 2, 1) + chain  # one right, the other at a third
     rest = 1 - right - swapped - 2 * (n - 2) * (half + chain)
     weights = np.full((n, n), rest / max((n - 2) * (n - 3), 1))

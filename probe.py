@@ -797,7 +797,7 @@ def go_on(encoder, clm, text):
 
 
 def shuffled(encoder, objective, text, seed):
-    """Shuffle (or hide) 60% of a sentence's positions, as in training -> its n words, batch, hidden
+    """Shuffle (or hide) positions of a sentence, as in training -> its n words, batch, hidden
     (1, L, C)."""
     tokens = row(encoder, text)
     objective.check(tokens.size(1))

@@ -53,7 +53,7 @@ import model as model_module
 import objectives
 import probe
 import train
-from model import PE_NAMES, SCHEMES, UNKNOWN_POS, Encoder, EncoderConfig, load, parse_pe
+from model import PE_NAMES, UNKNOWN_POS, Encoder, EncoderConfig, load, parse_pe
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream
 
 HERE = Path(__file__).parent

@@ -361,8 +361,7 @@ def train(args, progress):
                 tokens = tokens.pin_memory().to(device, non_blocking=True)
             batch = model.corrupt(tokens.to(device), args.seed, step, micro)
             # Dropout draws from the global generators, so these are seeded anew.
-            seed = stream("cpu", args.seed, step, micro, "dropout").initial_seed()
-            torch.manual_seed(seed)
+            torch.manual_seed(stream("cpu", args.seed, step, micro, "dropout").initial_seed())
             # Several processes exchange their gradients once an update, with the last backward.
             later = world > 1 and accum < args.grad_accum - 1
             with net.no_sync() if later else contextlib.nullcontext():
@@ -463,8 +462,7 @@ def train(args, progress):
             f"of yours'   |   python finetune.py --task docs --ckpt {folder}"
         )
         if probe.position_objective(model):
-            found = probe.worth_of_words(model, corpus)
-            print(probe.words_as_text(found))
+            print(probe.words_as_text(probe.worth_of_words(model, corpus)))
         if args.preset == "demo":
             print(
                 "this was the demo; the real run, on a GPU: python train.py --pe "
