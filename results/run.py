@@ -1,0 +1,145 @@
+"""The tables of RESULTS.md: every row is a command, run here where its results are missing.
+
+    python results/run.py                       # print what has been run
+    python results/run.py reading docs          # run what these two lack; stopped, it goes on
+    TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue python results/run.py lab
+
+A run trains in out/results/NAME, is probed there and fine-tuned; what came out is a line of
+results/runs.jsonl. To make a row again, delete its line and its folder.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROWS = ROOT / "results" / "runs.jsonl"
+OUT = "out/results"
+
+# table: {run: flags of train.py}. What two tables have in common is trained once.
+READ = "--pe tupe_r --pos_rate .15 --n_head 16 --steps 5000 --objective mlm+pplm"
+KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size".split()
+NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
+TABLES = {
+    "demo": {
+        "mlm": "--pe tupe_r",
+        "mlm-abs": "--pe abs",
+        "pplm": "--pe tupe_r --objective pplm",
+    },
+    "reading": {
+        "read": READ,
+        "read-1": f"{READ} --seed 1",
+        "read-2": f"{READ} --seed 2",
+        "read-pplm": f"{READ} --objective pplm",
+        "read-pmlm": f"{READ} --objective mlm+pmlm",
+        "read-abs": f"{READ} --pe abs",
+        "read-4-heads": f"{READ} --n_head 4",
+        "read-.30": f"{READ} --pos_rate .30",
+        "read-.60": f"{READ} --pos_rate .60",
+        "pplm": "--pe tupe_r --objective pplm",
+        "pplm-from-mlm": "--pe tupe_r --objective pplm --pos_rate .15 --lr 5e-4 "
+                         f"--init_from {OUT}/mlm",
+    },
+    "docs": {
+        "scratch": NONE,
+        "mlm": "--pe tupe_r",
+        "read": READ,
+        "pplm": "--pe tupe_r --objective pplm",
+        "taco": "--pe tupe_r --objective taco",
+    },
+    "lab": {"lab-scratch": f"--preset lab {NONE}"},
+}
+FINETUNE = {
+    "docs": ["--task docs --seeds 5"],
+    "lab": [
+        "--task mnli --seeds 3",
+        "--task cola --seeds 3",
+        "--task sst2 --limit_train 20000 --seeds 3",
+    ],
+}
+for pe in ("tupe_r", "abs"):
+    for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
+        flags = f"--preset lab --steps 12000 --pe {pe} --objective {objective}"
+        if "pplm" in objective:
+            flags += " --pos_rate .15 --n_head 16"
+        TABLES["lab"][f"lab-{pe}-{objective}"] = flags
+        if objective in ("mlm", "mlm+pplm"):
+            TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
+
+
+def commands(table, name):
+    """A row -> its commands, as one types them."""
+    out, lab = f"{OUT}/{name}", table == "lab"
+    text = ' --dataset "$TEXT" --tokenizer bpe' if lab else ""
+    made = [
+        f"python train.py {TABLES[table][name]}{text} --resume --out_dir {out}",
+        f"python probe.py --ckpt {out}",
+    ]
+    for task in FINETUNE.get(table, []):
+        made.append(f"python finetune.py {task}{' --data_dir $GLUE' * lab} --ckpt {out}")
+    return made
+
+
+def run(table, name):
+    """Run a row's commands, with a log in its folder -> what came out: flags, last validation,
+    baselines, what words are worth, scores. No path of the machine."""
+    folder = ROOT / OUT / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.jsonl").unlink(missing_ok=True)
+    for command in commands(table, name):
+        print(command, flush=True)
+        with open(folder / "run.log", "a") as log:
+            subprocess.run(command, shell=True, cwd=ROOT, stdout=log, stderr=log, check=True)
+    first, *lines = read(folder / "log.jsonl")
+    row = {"table": table, "run": name, "git": first["git"], "baselines": first["baselines"]}
+    row["args"] = {key: first["args"][key] for key in KEPT}
+    row["minutes"] = statistics.mean(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
+    row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
+    row["words"] = json.loads((folder / "probe" / "probe.json").read_text())["words"]
+    row["scores"] = {}
+    for result in read(folder / "results.jsonl"):
+        for metric, value in result["metrics"].items():
+            row["scores"].setdefault(f"{result['task']} {metric}", []).append(round(value, 4))
+    return row
+
+
+def read(file):
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def print_table(table):
+    """Position losses stand beside `copy`, what the given places allow without a word."""
+    heads = "flags losses copy random_words other_order AUC minutes scores".split()
+    print(f"\n{table}\n\n| run | {' | '.join(heads)} |\n{'|---' * 9}|")
+    for row in read(ROWS):
+        if row["table"] != table:
+            continue
+        known, words = row["baselines"], row["words"]
+        losses = [row.get(f"val_{x}", row["val_loss"]) for x in row["args"]["objective"].split("+")]
+        numbers = [known.get("copy", known.get("pplm.copy")), words["random"], words["shuffled"]]
+        cells = [f"{x:.3f}" if x else "" for x in [*numbers, words["auc"]]]
+        scores = []
+        for score, x in row["scores"].items():
+            scores.append(f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})")
+        cells += [f"{row['minutes']:.0f}", "; ".join(scores)]
+        shown = " ".join(f"{x:.3f}" for x in losses)
+        flags = TABLES[table][row["run"]]
+        print(f"| {row['run']} | `{flags}` | {shown} | {' | '.join(cells)} |")
+
+
+def main():
+    for table in sys.argv[1:]:
+        for name in TABLES[table]:
+            done = {(row["table"], row["run"]) for row in read(ROWS)}
+            if (table, name) not in done:
+                row = run(table, name)
+                with open(ROWS, "a") as handle:
+                    handle.write(json.dumps(row) + "\n")
+    for table in TABLES:
+        print_table(table)
+
+
+if __name__ == "__main__":
+    main()
