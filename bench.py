@@ -429,15 +429,19 @@ def bench_finetune(v):
 # --------------------------------------------------------------------------------------------------
 # The program
 
-def table(args, given):
-    """-> an iterator of rows. Raises ValueError before anything is measured."""
+def names_of(args):
+    """--pe and --objective -> two lists of names."""
     models = {}
     for name in SCHEMES:                # an alias names the same model as an earlier one
         models.setdefault(str(parse_pe(name)), name)
     pes = list(models.values()) if args.pe == "all" else args.pe.split(",")
-    tasks = args.objective.split(",")
-    if args.objective == "all":
-        tasks = [*OBJECTIVES, "mlm_full"]
+    every = [*OBJECTIVES, "mlm_full"]
+    return pes, every if args.objective == "all" else args.objective.split(",")
+
+
+def table(args, given):
+    """-> an iterator of rows. Raises ValueError before anything is measured."""
+    pes, tasks = names_of(args)
     tables = {"peer", "sweep", "data", "finetune"}
     if args.finetune:                   # which has rows, and an objective, of its own
         tables |= {"block_size", "mask_rate", "objective", "compile"}
@@ -474,13 +478,20 @@ def table(args, given):
     return compare(variants, replace(ours, **{field: base}), base)
 
 
-def main(argv=None):
+def parse_args(argv=None):
+    """-> BenchConfig, and {flag: value} of what was given."""
     parser = Parser("bench.py", __doc__)
     parser.add_settings("flags", BenchConfig, SIZES)
-    given, rows = vars(parser.parse_args(argv)), []
+    given = vars(parser.parse_args(argv))
     preset = train.PRESETS[given.get("preset", "demo")]
+    with one_line_errors():
+        return BenchConfig(**{name: preset[name] for name in SIZES} | given), given
+
+
+def main(argv=None):
+    args, given = parse_args(argv)
+    rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
-        args = BenchConfig(**{name: preset[name] for name in SIZES} | given)
         device, dtype = args.machine
         chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         if device.type == "cuda":

@@ -19,34 +19,37 @@ ROWS = ROOT / "results" / "runs.jsonl"
 OUT = "out/results"
 
 # table: {run: flags of train.py}. What two tables have in common is trained once.
-READ = "--pe tupe_r --pos_rate .15 --n_head 16 --steps 5000 --objective mlm+pplm"
-KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size".split()
+READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
+KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size block_size".split()
+PPLM = "--pe tupe_r --objective pplm"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
 TABLES = {
-    "demo": {
-        "mlm": "--pe tupe_r",
-        "mlm-abs": "--pe abs",
-        "pplm": "--pe tupe_r --objective pplm",
+    "demo": {"mlm": "--pe tupe_r", "mlm-abs": "--pe abs", "pplm": PPLM},
+    "seeds": {
+        "read": f"{READ} mlm+pplm --steps 5000",
+        "read-1": f"{READ} mlm+pplm --steps 5000 --seed 1",
+        "read-2": f"{READ} mlm+pplm --steps 5000 --seed 2",
     },
     "reading": {
-        "read": READ,
-        "read-1": f"{READ} --seed 1",
-        "read-2": f"{READ} --seed 2",
-        "read-pplm": f"{READ} --objective pplm",
-        "read-pmlm": f"{READ} --objective mlm+pmlm",
-        "read-abs": f"{READ} --pe abs",
-        "read-4-heads": f"{READ} --n_head 4",
-        "read-.30": f"{READ} --pos_rate .30",
-        "read-.60": f"{READ} --pos_rate .60",
-        "pplm": "--pe tupe_r --objective pplm",
-        "pplm-from-mlm": "--pe tupe_r --objective pplm --pos_rate .15 --lr 5e-4 "
-                         f"--init_from {OUT}/mlm",
+        "read-3000": f"{READ} mlm+pplm",
+        "read-pplm": f"{READ} pplm",
+        "read-pmlm": f"{READ} mlm+pmlm",
+        "read-some": f"{READ} mlm+pplm_some",
+        "read-abs": f"{READ} mlm+pplm --pe abs",
+        "read-4-heads": f"{READ} mlm+pplm --n_head 4",
+        "read-.30": f"{READ} mlm+pplm --pos_rate .30",
+        "read-.60": f"{READ} mlm+pplm --pos_rate .60",
+        "read-content": f"{READ} mlm+pplm --pair_scores content",
+        "read-linear": f"{READ} mlm+pplm --pair_head linear",
+        "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 32",
+        "pplm": PPLM,
+        "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
     },
     "docs": {
         "scratch": NONE,
         "mlm": "--pe tupe_r",
-        "read": READ,
-        "pplm": "--pe tupe_r --objective pplm",
+        "read": f"{READ} mlm+pplm --steps 5000",
+        "pplm": PPLM,
         "taco": "--pe tupe_r --objective taco",
     },
     "lab": {"lab-scratch": f"--preset lab {NONE}"},
@@ -61,7 +64,7 @@ FINETUNE = {
 }
 for pe in ("tupe_r", "abs"):
     for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
-        flags = f"--preset lab --steps 12000 --pe {pe} --objective {objective}"
+        flags = f"--preset lab --pe {pe} --objective {objective}"
         if "pplm" in objective:
             flags += " --pos_rate .15 --n_head 16"
         TABLES["lab"][f"lab-{pe}-{objective}"] = flags
