@@ -57,8 +57,8 @@ FAST, BERT = (
 # P3 (it gives epochs, the steps are ours); base P1.
 # fmt: off
 PRESETS = {
-    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=16,
-                 grad_accum=1, lr=2e-3, warmup=100, steps=3000, mask_rate=.15, dropout=0.,
+    "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
+                 grad_accum=1, lr=2e-3, warmup=100, steps=1500, mask_rate=.15, dropout=0.,
                  **FAST, **DOCS),
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64,
                 grad_accum=1, lr=1e-3, warmup=300, steps=3000, mask_rate=.15, dropout=0.,
@@ -103,10 +103,10 @@ class TrainConfig:
     preset: str = setting("demo", "sizes and schedule, see below", tuple(PRESETS))
     seed: int = setting(1337, "of everything random", "[0, 9e18]")
     block_size: int = setting(64, "tokens a row, [CLS] and [SEP] included", "[4, 1e5]")
-    batch_size: int = setting(16, "rows a micro-batch and process", "[1, 1e6]")
+    batch_size: int = setting(32, "rows a micro-batch and process", "[1, 1e6]")
     grad_accum: int = setting(1, "micro-batches an update", "[1, 1e6]")
     steps: int = setting(
-        3000, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
+        1500, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
     )
     lr: float = setting(
         2e-3, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"

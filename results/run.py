@@ -19,7 +19,7 @@ ROWS = ROOT / "results" / "runs.jsonl"
 OUT = "out/results"
 
 # table: {run: flags of train.py}. What two tables have in common is trained once.
-READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
+READ = "--pe tupe_r --pos_rate .15 --n_head 16 --batch_size 16 --steps 3000 --objective"
 KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size block_size".split()
 PPLM = "--pe tupe_r --objective pplm"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
