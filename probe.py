@@ -817,9 +817,7 @@ def pseudo_log_likelihoods(model, tokens, starts):
     pieces begin a word -> (2, B)
     """
     encoder, mlm, (B, L) = model.encoder, model.objectives["mlm"], tokens.shape
-    begins = starts[tokens[:, 1:-1]]                            # (B, n)
-    begins[:, 0] = True                                         # after [CLS], without a space
-    word = begins.cumsum(1)
+    word = starts[tokens[:, 1:-1]].cumsum(1)                    # (B, n): its number
     # Row i of a sentence masks token i, or i and what follows it in its word.
     alone = torch.eye(L - 2, device=tokens.device).expand(B, -1, -1) > 0
     rest = (word[:, :, None] == word[:, None]).triu()           # (B, n, n)
@@ -832,7 +830,7 @@ def pseudo_log_likelihoods(model, tokens, starts):
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
         return -cross_entropy(logits, rows[at])
 
-    pll = log_p(word > 0, alone).view_as(word)
+    pll = log_p(word >= 0, alone).view(word.shape)
     split = rest.sum(-1) > 1                                    # elsewhere both rows are the same
     l2r = pll.masked_scatter(split, log_p(split, rest))
     return torch.stack((pll, l2r)).sum(-1)
@@ -883,7 +881,8 @@ def sentence_scores(model, sentences):
     with tqdm(total=len(sentences), desc="minimal pairs", unit=" sentences", leave=False) as bar:
         for n in np.unique(lengths):                            # one length: nothing to pad
             same = np.flatnonzero(lengths == n)
-            for chosen in np.array_split(same, math.ceil(len(same) * n * (n + 2) / BATCH_TOKENS)):
+            size = max(1, BATCH_TOKENS // (n * (n + 2)))        # mlm masks n rows a sentence
+            for chosen in np.split(same, np.arange(size, len(same), size)):
                 rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
                 scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
                 bar.update(len(chosen))
