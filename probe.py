@@ -20,12 +20,11 @@ pplm_binary              a sentence                      is shuffled: which toke
 clm                      the beginning of a text         goes on
 
 Takes the newest run under out/ unless --ckpt names one, or a model that finetune.py saved: of that
-all but --text. Writes a folder with probe.json and, where matplotlib is there, pictures. Needs no
-GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
+all but --text and --blimp. Writes a folder with probe.json and, where matplotlib is there,
+pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
 """
 
 import glob
-import itertools
 import json
 import math
 import os
@@ -912,23 +911,23 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):        # --blimp
         model.to(pick_device())
     longest = model.encoder.config.max_len - 2
     encode = model.encoder.tokenizer.encode_ordinary_batch
-    ids = list(zip(encode(list(pairs.good)), encode(list(pairs.bad))))
-    fits = [max(map(len, pair)) <= longest for pair in ids]
-    if not any(fits):
+    ids = pairs.assign(good=encode(list(pairs.good)), bad=encode(list(pairs.bad)))
+    ids = ids[np.maximum(ids.good.map(len), ids.bad.map(len)) <= longest]
+    if ids.empty:
         raise ValueError(f"no pair fits {path}, whose rows hold {longest} tokens of text")
-    good, bad = zip(*itertools.compress(ids, fits))
-    scores = sentence_scores(model, good + bad)
+    sentences = [*ids.good, *ids.bad]
+    scores = sentence_scores(model, sentences)
     try:
-        scores |= count_scores(own_corpus(model, cache), good + bad)
+        scores |= count_scores(own_corpus(model, cache), sentences)
     except (ValueError, OSError) as error:
         print(f"{path}, what frequency says left out: {error}")
-    right = pandas.DataFrame(index=pairs.index[fits])
+    right = pandas.DataFrame(index=ids.index)
     for score, values in scores.items():
         gap = np.subtract(*np.split(values, 2))
         right[score] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
-    reordered = right[[sorted(a) == sorted(b) for a, b in zip(good, bad)]]
-    paradigms = right.groupby(pairs.paradigm).mean()
-    table = right.groupby(pairs.phenomenon).mean()
+    reordered = right[ids.good.map(sorted) == ids.bad.map(sorted)]
+    paradigms = right.groupby(ids.paradigm).mean()
+    table = right.groupby(ids.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
     table.loc["mean"] = paradigms.mean()
     table.loc["order-only"] = reordered.mean()
     run = {
@@ -943,9 +942,9 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):        # --blimp
         "scores": table.to_dict(),
         "paradigms": paradigms.to_dict(),
     }
-    print_table(table.reset_index().to_dict("records"))
     for key in list(run)[:-2]:
         print(f"{key}: {run[key]}")
+    print_table(table.reset_index(names="phenomenon").to_dict("records"))
     write(out_dir or beside(path, "blimp"), run, {"phenomena.png": phenomena_of([run])})
     return run
 

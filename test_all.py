@@ -4246,7 +4246,7 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     write_pairs(tmp_path / "one.jsonl.xz", [
         (" quick brown fox", " fox brown quick", "a", "s-selection"),
         (" the lazy dog", " dog the lazy", "b", "argument_structure"),
-        ("a" * 999, "b", "b", "argument_structure"),
+        ("a" * 999, "b", "c", "long"),
         ("owls", "owls", "b", "argument_structure"),
     ], lzma.open)
     write_pairs(tmp_path / "own.jsonl", [(" seven wise owls", " seven wise dog"), ("owls", "fox")])
@@ -4258,7 +4258,8 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
     assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
     assert none["scores"]["pll"]["order-only"] == none["scores"]["unigram"]["order-only"] == 0.5
-    assert list(none["scores"]["pll"]) == ["argument_structure", "own", "mean", "order-only"]
+    assert list(none["scores"]["pll"]) == ["argument_structure", "long", "own", "mean",
+                                           "order-only"]
     for run in runs.values():
         for score, row in run["scores"].items():
             by_name = run["paradigms"][score]
