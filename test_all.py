@@ -4249,7 +4249,8 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
         ("a" * 999, "b", "c", "long"),
         ("owls", "owls", "b", "argument_structure"),
     ], lzma.open)
-    write_pairs(tmp_path / "own.jsonl", [(" seven wise owls", " seven wise dog"), ("owls", "fox")])
+    own = [(" seven wise owls", " seven wise xyzzy"), (" tree", " q")]
+    write_pairs(tmp_path / "own.jsonl", own)
     found = probe_json(tmp_path / "out", "--runs", probed / "[anp]*", "--blimp", tmp_path)
     out = capsys.readouterr().out
     runs = {run["run"]: run for run in found["runs"]}
@@ -4267,10 +4268,11 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
                 np.mean([by_name["a"], by_name["b"], by_name["own"]]))
             assert row["argument_structure"] == pytest.approx((by_name["a"] + 2 * by_name["b"]) / 3)
     model = probe.load_pretraining(probed / "abs")
-    texts = [" seven wise owls", "owls", " seven wise dog", "fox"]
+    assert none["scores"]["unigram"]["own"] == none["scores"]["bigram"]["own"] == 1
+    texts = [" seven wise owls", " tree", " seven wise xyzzy", " q"]
     ids = model.encoder.tokenizer.encode_ordinary_batch(texts)
     a, b, c, d = probe.sentence_scores(model, ids)["pll"]
-    assert runs["abs"]["paradigms"]["pll"]["own"] == ((a > c) + (b > d)) / 2
+    assert runs["abs"]["paradigms"]["pll"]["own"] == np.mean([a > c, b > d])
     assert pictures_in(tmp_path / "out") == {"phenomena"} == pictures_in(probed / "abs" / "blimp")
     one = json.loads((probed / "pmlm" / "blimp" / "probe.json").read_text())
     assert {**one, "pictures": None} == {**runs["pmlm"], "pictures": None}
