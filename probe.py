@@ -6,6 +6,8 @@
                                         # were fine-tuned
     python probe.py --dynamics RUN      # over the checkpoints of train.py --keep_every: P2 figs 3,
                                         # 6, P3 fig 8
+    python probe.py --ckpt RUN --blimp DIR      # minimal pairs, or with --runs: which of two
+                                        # sentences is likelier? DIR has BLiMP's .jsonl files
     python probe.py --text 'Returns the [MASK] of the array.'       # try a model; what it does
                                         # depends on its objective:
 
@@ -18,8 +20,8 @@ pplm_binary              a sentence                      is shuffled: which toke
 clm                      the beginning of a text         goes on
 
 Takes the newest run under out/ unless --ckpt names one, or a model that finetune.py saved: of that
-all but --text. Writes a folder with probe.json and, where matplotlib is there, pictures. Needs no
-GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
+all but --text and --blimp. Writes a folder with probe.json and, where matplotlib is there,
+pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
 """
 
 import glob
@@ -29,25 +31,30 @@ import os
 import re
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pandas
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm  # comes with datasets, as pandas does
 
 from common import (
     Parser,
     defaults,
+    keep_memory,
     load_strict,
     newest_run,
     one_line_errors,
+    pick_device,
     pick_fields,
     read_checkpoint,
     read_rows,
     setting,
     write_json,
 )
-from data import open_corpus
+from data import OPENERS, json_rows, open_corpus, readable, word_starts
 from model import (
     MAX_OFFSET,
     UNKNOWN_POS,
@@ -57,8 +64,9 @@ from model import (
     UntiedTable,
     frequencies,
     load,
+    offset_matrix,
 )
-from objectives import ObjectiveConfig, Pretraining, new_batch, stream
+from objectives import ObjectiveConfig, Pretraining, cross_entropy, new_batch, stream
 
 SHOWN = 128                 # positions that are probed and shown, as in P3
 TIE = 1e-12                 # differences below this share of the largest entry are rounding
@@ -66,6 +74,9 @@ COUNTED = 10_000_000        # tokens of the training stream that say how frequen
 DYNAMICS_ROWS = 128         # validation rows that --dynamics reads
 NEXT_TOKENS = 20            # with which clm goes on
 SHUFFLES = 40               # of a sentence that is put back in order
+BATCH_TOKENS = 8192         # of masked rows that --blimp reads at once
+TIE_NATS = 1e-4             # sentences whose scores are nearer than that tie
+PRIOR = 100                 # unseen words that a bigram's count is smoothed with
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every "
@@ -79,9 +90,11 @@ class ProbeConfig:
     dynamics: str | None = setting(None, "follow a run over the checkpoints that it kept")
     text: str | None = setting(None, "try the model on a text: see above")
     pairs: str | None = setting(None, "with --dynamics: lines of word<TAB>word<TAB>score")
+    blimp: str | None = setting(None, "minimal pairs: a .jsonl file with sentence_good and "
+                                "sentence_bad, or a folder of such, also with .gz, .xz or .bz2")
     cache: str | None = setting(None, "folder of prepared data (default: the run's)")
-    out_dir: str | None = setting(None, "where to write (default: RUN/probe, RUN/dynamics, or "
-                                  "probe beside the runs)")
+    out_dir: str | None = setting(None, "where to write (default: RUN/probe, RUN/dynamics, "
+                                  "RUN/blimp, or probe or blimp beside the runs)")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -546,7 +559,6 @@ def examine(path, cache):
 
 def probe_run(path, cache, out_dir):                    # --ckpt
     model, logits, A, run = examine(path, cache)
-    file = Path(path)
     table = []
     for name, values in run["indicators"].items():
         table.append({"": name.replace("_", " "), **values})
@@ -555,9 +567,14 @@ def probe_run(path, cache, out_dir):                    # --ckpt
           f"over the places of one word {run['std places']:.3f}")
     if position_objective(model):
         print(words_as_text(run["words"]))
-    folder = file / "probe" if file.is_dir() else file.with_name(f"probe_{file.stem}")
-    write(out_dir or folder, {"ckpt": str(path), **run, "map": A},
+    write(out_dir or beside(path, "probe"), {"ckpt": str(path), **run, "map": A},
           pictures_of(model.encoder, logits))
+
+
+def beside(path, name):
+    """Where to write of a run folder, or of a checkpoint file."""
+    file = Path(path)
+    return file / name if file.is_dir() else file.with_name(f"{name}_{file.stem}")
 
 
 def read_run(folder, name, cache):
@@ -642,28 +659,36 @@ def correlations(runs):
     return table
 
 
-def compare_runs(patterns, cache, out_dir):             # --runs
-    """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps
-    and losses of all."""
-    folders, losses = set(), {}
-    runs, grid, panels = [], [], []
+def over_runs(patterns, read):
+    """-> the folder above the runs, [read(folder, name)] of those that can be read.
+
+    Says why another cannot. Raises ValueError where none can.
+    """
+    folders, found = set(), []
     for pattern in patterns:
         folders |= {Path(file).parent for file in glob.glob(f"{pattern}/ckpt.pt")}
     root = min(folders, key=lambda folder: len(folder.parts), default=Path()).parent
     for folder in sorted(folders):
-        name = os.path.relpath(folder, root)
         try:
-            logits, curve, run = read_run(folder, name, cache)
+            found.append(read(folder, os.path.relpath(folder, root)))
         except Exception as error:                      # whatever ails it, the others still count
             print(f"{folder} left out: {type(error).__name__}: {error}")
-            continue
+    if not found:
+        raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
+    return root, found
+
+
+def compare_runs(patterns, cache, out_dir):             # --runs
+    """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps
+    and losses of all."""
+    runs, grid, panels, losses = [], [], [], {}
+    root, found = over_runs(patterns, partial(read_run, cache=cache))
+    for logits, curve, run in found:
         runs.append(run)
         grid += maps([f"{run['pe']}, {run['objective']}"], [logits])
         if curve:
             curves = losses.setdefault(run["objective"], {})
-            curves[name] = np.array(curve).T
-    if not runs:
-        raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
+            curves[run["run"]] = np.array(curve).T
     print_table(runs)
     flags = set().union(*[run["args"] for run in runs])
     for flag in sorted(flags - NOT_COMPARED):
@@ -754,6 +779,195 @@ def dynamics(folder, pairs, cache, out_dir):            # --dynamics
         "words.png": curves(f"embeddings of the pairs in {pairs}", "word pairs") or "no --pairs",
         "vectors.png": shapes or f"{cfg.pe} has no vectors of positions or offsets",
     })
+
+
+# --------------------------------------------------------------------------------------------------
+# Minimal pairs (BLiMP, Warstadt et al. 2020): which of two sentences is likelier? Nothing is
+# trained for it. Two orders of the same tokens are one bag of words: only who knows order can tell.
+
+def read_pairs(path):
+    """A .jsonl file, plain or compressed, or a folder of such -> a table with a row a pair: good,
+    bad, paradigm, phenomenon. What a row does not say of the last two is its file's name. Raises
+    ValueError, OSError."""
+    path, pairs = Path(path), []
+    for file in [path] if path.is_file() else sorted(path.glob("*.jsonl*")):
+        with OPENERS.get(file.suffix, open)(file, "rt", encoding="utf-8-sig") as handle:
+            for number, row in enumerate(readable(json_rows(handle), file), 1):
+                row = row if isinstance(row, dict) else {}
+                texts = row.get("sentence_good"), row.get("sentence_bad")
+                if not all(isinstance(text, str) and text for text in texts):
+                    raise ValueError(f"{file}, row {number}: sentence_good and sentence_bad must "
+                                     "be texts")
+                paradigm = str(row.get("UID") or file.name.partition(".jsonl")[0])
+                phenomenon = str(row.get("linguistics_term") or paradigm)
+                if phenomenon == "s-selection":         # one of the paper's 12 has its paradigms
+                    phenomenon = "argument_structure"
+                pairs.append((*texts, paradigm, phenomenon))
+    if not pairs:
+        raise ValueError(f"no pairs in {path}: --blimp takes .jsonl files, such as data/*.jsonl of "
+                         "huggingface.co/datasets/alexwarstadt/blimp")
+    return pandas.DataFrame(pairs, columns="good bad paradigm phenomenon".split())
+
+
+def pseudo_log_likelihoods(model, tokens, starts):
+    """mlm: the sum over tokens of log p(token | the others).
+
+    pll: the token alone is masked (Salazar et al. 2020). pll_word_l2r: so are the later pieces of
+    its word, which would give it away (Kauf & Ivanova 2023). tokens (B, L); starts (V,) bool: which
+    pieces begin a word -> (2, B)
+    """
+    encoder, mlm, (B, L) = model.encoder, model.objectives["mlm"], tokens.shape
+    word = starts[tokens[:, 1:-1]].cumsum(1)                    # (B, n): its number
+    # Row i of a sentence masks token i, or i and what follows it in its word.
+    alone = torch.eye(L - 2, device=tokens.device).expand(B, -1, -1) > 0
+    rest = (word[:, :, None] == word[:, None]).triu()           # (B, n, n)
+
+    def log_p(chosen, masks):                                   # (B, n), (B, n, n) bool -> (R,)
+        sentence, place = chosen.nonzero(as_tuple=True)
+        rows = tokens[sentence]                                 # (R, L)
+        masked = rows.masked_fill(F.pad(masks[chosen], (1, 1)), encoder.config.mask_id)
+        at = torch.arange(len(rows), device=rows.device), place + 1
+        logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
+        return -cross_entropy(logits, rows[at])
+
+    pll = log_p(word >= 0, alone).view(word.shape)
+    split = rest.sum(-1) > 1                                    # elsewhere both rows are the same
+    l2r = pll.masked_scatter(split, log_p(split, rest))
+    return torch.stack((pll, l2r)).sum(-1)
+
+
+def log_likelihood(model, tokens):
+    """clm: the sum of log p(token | those to its left); tokens (B, L) -> (B,)"""
+    hidden = model.encoder(tokens, causal=True)[:, :-2]
+    logits = model.objectives["clm"].word_logits(model.encoder, hidden)         # (B, n, V)
+    return -cross_entropy(logits.mT, tokens[:, 1:-1]).sum(1)
+
+
+def offset_likelihood(model, tokens):
+    """Position objectives: the mean log-probability of pairs' true offsets, positions as they are
+    (another --pair_loss than ce: minus the loss). pmlm scores pairs with a hidden end: there all
+    are hidden. tokens (B, L) -> (B,)"""
+    objective, (B, L) = position_objective(model), tokens.shape
+    place = torch.arange(L, device=tokens.device)[None]
+    pos = place
+    if objective.hides_positions:
+        pos = torch.where((place > 0) & (place < L - 1), UNKNOWN_POS, place)
+    batch = {"tokens": tokens, "pos": pos}
+    s = objective.head.scores(model.encoder, model.encoder(**batch), batch)     # (B, n, n, H)
+    offset = offset_matrix(place[:, 1:-1]).expand(B, -1, -1)
+    pairs = offset != 0                                         # (B, n, n): n (n - 1) a row
+    label, _ = objective.targets(offset, offset, True, True)
+    losses = objective.measure(objective.head.psi(s[pairs]), label[pairs])
+    return -losses.view(B, (L - 2) * (L - 3)).mean(1).nan_to_num()
+
+
+@torch.no_grad()
+def sentence_scores(model, sentences):
+    """N lists of ids -> {name: (N,) float64}, higher is likelier. Float32 without autocast, so that
+    ties stay ties. Raises ValueError where no objective can tell."""
+    cfg, device = model.encoder.config, model.encoder.tok.weight.device
+    if "mlm" in model.objectives:
+        starts = word_starts(model.encoder.tokenizer, cfg.vocab_size).to(device)
+        names, score = ["pll", "pll_word_l2r"], partial(pseudo_log_likelihoods, starts=starts)
+    elif "clm" in model.objectives:
+        names, score = ["log-likelihood"], log_likelihood
+    elif position_objective(model):
+        names, score = ["offsets"], offset_likelihood
+    else:
+        raise ValueError(f"{'+'.join(model.names)} cannot say how likely a sentence is: --blimp "
+                         "takes runs of mlm, clm or a position objective")
+    lengths = np.array([len(ids) for ids in sentences])
+    scores = np.zeros((len(names), len(sentences)))
+    with tqdm(total=len(sentences), desc="minimal pairs", unit=" sentences", leave=False) as bar:
+        for n in np.unique(lengths):                            # one length: nothing to pad
+            same = np.flatnonzero(lengths == n)
+            size = max(1, BATCH_TOKENS // (n * (n + 2)))        # mlm masks n rows a sentence
+            for chosen in np.split(same, np.arange(size, len(same), size)):
+                rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
+                scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
+                bar.update(len(chosen))
+    return dict(zip(names, scores))
+
+
+def count_scores(corpus, sentences):
+    """What is due to frequency alone: log-likelihoods by how often the training text has words, and
+    pairs of neighbours smoothed with these -> {name: (N,)}"""
+    V, text = corpus.vocab_size, corpus.train[:COUNTED].astype(int)
+    count = np.bincount(text, minlength=V)
+    pairs = pandas.Series(text[:-1] * V + text[1:]).value_counts()
+    ids = np.concatenate(sentences)
+    left = np.concatenate([[V - 6, *ids[:-1]] for ids in sentences])            # [SEP] comes first
+    p = (count[ids] + 1) / (len(text) + V)
+    bigram = pairs.reindex(left * V + ids, fill_value=0) + PRIOR * p
+    number = np.repeat(np.arange(len(sentences)), [len(ids) for ids in sentences])
+    return {"bigram": np.bincount(number, np.log(bigram / (count[left] + PRIOR))),
+            "unigram": np.bincount(number, np.log(p))}
+
+
+def judge_pairs(path, name, pairs, cache, out_dir=None):        # --blimp
+    """The share of pairs whose good sentence a run finds likelier, a tie being half a one; prints
+    and writes it -> what probe.json holds. Raises ValueError, OSError."""
+    model = load_pretraining(path)
+    if model.objectives:                        # a fine-tuned model has none: it is refused below
+        model.to(pick_device())
+    longest = model.encoder.config.max_len - 2
+    encode = model.encoder.tokenizer.encode_ordinary_batch
+    ids = pairs.assign(good=encode(list(pairs.good)), bad=encode(list(pairs.bad)))
+    ids = ids[np.maximum(ids.good.map(len), ids.bad.map(len)) <= longest]
+    if ids.empty:
+        raise ValueError(f"no pair fits {path}, whose rows hold {longest} tokens of text")
+    sentences = [*ids.good, *ids.bad]
+    scores = sentence_scores(model, sentences)
+    try:
+        scores |= count_scores(own_corpus(model, cache), sentences)
+    except (ValueError, OSError) as error:
+        print(f"{path}, what frequency says left out: {error}")
+    right = pandas.DataFrame(index=ids.index)
+    for score, values in scores.items():
+        gap = np.subtract(*np.split(values, 2))
+        right[score] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
+    reordered = right[ids.good.map(sorted) == ids.bad.map(sorted)]
+    paradigms = right.groupby(ids.paradigm).mean()
+    table = right.groupby(ids.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
+    table.loc["mean"] = paradigms.mean()
+    table.loc["order-only"] = reordered.mean()
+    run = {
+        "run": name,
+        "pe": model.encoder.config.pe,
+        "objective": "+".join(model.names),
+        "pairs": len(right),
+        "too long": len(pairs) - len(right),
+        "order-only": len(reordered),
+        "ties": (right == 0.5).sum().to_dict(),
+        "order-only ties": (reordered == 0.5).sum().to_dict(),
+        "scores": table.to_dict(),
+        "paradigms": paradigms.to_dict(),
+    }
+    for key in list(run)[:-2]:
+        print(f"{key}: {run[key]}")
+    print_table(table.reset_index(names="phenomenon").to_dict("records"))
+    write(out_dir or beside(path, "blimp"), run, {"phenomena.png": phenomena_of([run])})
+    return run
+
+
+def phenomena_of(runs):
+    """-> panel of all scores; what frequency says stands there once."""
+    curves = {}
+    for run in runs:
+        for score, row in run["scores"].items():
+            prefix = "" if score in ("bigram", "unigram") else f"{run['run']}: "
+            curves[prefix + score] = list(row.values()), list(row)
+    return lines("minimal pairs", "share of pairs right", "", curves)
+
+
+def compare_pairs(patterns, pairs, cache, out_dir):             # --blimp with --runs
+    root, runs = over_runs(patterns, partial(judge_pairs, pairs=pairs, cache=cache))
+    table = []
+    for run in runs:
+        for score, row in run["scores"].items():
+            table.append({"run": run["run"], "score": score, **row, "ties": run["ties"][score]})
+    print_table(table)
+    write(out_dir or root / "blimp", {"runs": runs}, {"phenomena.png": phenomena_of(runs)})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -948,6 +1162,8 @@ def parse_args(argv=None):
         parser.error("take one of --ckpt, --runs and --dynamics")
     if many and args.text or args.pairs and not args.dynamics:
         parser.error("--text is for --ckpt, --pairs is for --dynamics")
+    if args.blimp and (args.text or args.dynamics):
+        parser.error("--blimp is for --ckpt and --runs, without --text")
     if args.text and (args.out_dir or args.cache):
         parser.error("--text writes nothing and reads no data: --out_dir, --cache are for others")
     return args
@@ -955,8 +1171,16 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
+    keep_memory()
     with one_line_errors():
-        if args.runs:
+        if args.blimp:
+            pairs = read_pairs(args.blimp)
+            if args.runs:
+                compare_pairs(args.runs, pairs, args.cache, args.out_dir)
+            else:
+                path = args.ckpt or newest_run()
+                judge_pairs(path, Path(path).name, pairs, args.cache, args.out_dir)
+        elif args.runs:
             compare_runs(args.runs, args.cache, args.out_dir)
         elif args.dynamics:
             dynamics(args.dynamics, args.pairs, args.cache, args.out_dir)

@@ -4132,6 +4132,8 @@ def test_probe_text(probed, capsys):
     (["--runs", "abs", "--ckpt", "abs"], "take one of"),
     (["--pairs", "abs"], "is for --dynamics"),
     (["--text", "x y", "--out_dir", "abs"], "--text writes nothing"),
+    (["--ckpt", "abs", "--blimp", "nowhere"], "no pairs in nowhere: --blimp takes .jsonl files"),
+    (["--dynamics", "abs", "--blimp", "nowhere"], "--blimp is for"),
 ])
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
     monkeypatch.chdir(probed)
@@ -4139,6 +4141,196 @@ def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, 
         probe.main(flags)
     error = capsys.readouterr().err
     assert stopped.value.code == 2 and says in error and error.count("\n") == 1
+
+
+# Minimal pairs.
+
+def masked_log_p(model, row, place, hidden):
+    """log p(the token at `place` | the row with the `hidden` places masked), one row at a time."""
+    tokens = torch.tensor([row])
+    tokens[0, hidden] = VOCAB - 5
+    logits = model.objectives["mlm"].word_logits(model.encoder, model.encoder(tokens)[0, place])
+    return float(logits.log_softmax(-1)[row[place]])
+
+
+def naive_pll(model, row):
+    """Salazar's sum, and Kauf and Ivanova's, with the words of Letters."""
+    pll = l2r = 0
+    for i in range(1, len(row) - 1):
+        end = i + 1
+        while end < len(row) - 1 and row[end] % 2:
+            end += 1
+        pll += masked_log_p(model, row, i, [i])
+        l2r += masked_log_p(model, row, i, list(range(i, end)))
+    return [pll, l2r]
+
+
+def naive_clm(model, row):
+    total = 0
+    for i in range(1, len(row) - 1):
+        hidden = model.encoder(torch.tensor([row[:i]]), causal=True)[0, -1]
+        logits = model.objectives["clm"].word_logits(model.encoder, hidden)
+        total += float(logits.log_softmax(-1)[row[i]])
+    return [total]
+
+
+def naive_offsets(model, row):
+    objective, places = probe.position_objective(model), range(1, len(row) - 1)
+    pos = torch.arange(len(row))[None]
+    pos[0, 1:-1] = UNKNOWN_POS if objective.name == "pmlm" else pos[0, 1:-1]
+    batch, total = {"tokens": torch.tensor([row]), "pos": pos}, []
+    s = objective.head.scores(model.encoder, model.encoder(**batch), batch)
+    for i, j in itertools.permutations(places, 2):
+        answer = objective.head.psi(s[0, i - 1, j - 1]).double()
+        label = 1 if objective.name == "pplm_binary" else j - i + 11
+        if objective.cfg.pair_loss == "smooth_l1":
+            away = abs(float(answer) - (j - i) / 12)
+            total.append(-6 * away ** 2 if away < 1 / 12 else 1 / 24 - away)
+        else:
+            total.append(float(answer.log_softmax(-1)[label]))
+    return [np.mean(total) if total else 0]             # one token: no pair
+
+
+def random_sentences(n=24, seed=0):
+    rng = random.Random(seed)
+    return [rng.choices(range(VOCAB - 8), k=1 + i % 10) for i in range(n)]
+
+
+@pytest.mark.parametrize("objective, pe, naive", [
+    ("mlm", "tupe_r", naive_pll), ("mlm+pplm", "rel", naive_pll), ("clm", "t5", naive_clm),
+    ("pplm", "abs", naive_offsets), ("pplm_binary", "rope", naive_offsets),
+    ("pmlm", "sin", naive_offsets), ("smooth_l1", "abs", naive_offsets),
+])
+@torch.no_grad()
+def test_sentence_scores_equal_loops(objective, pe, naive, monkeypatch):
+    """In float32, in batches of several lengths, against one row at a time in float64."""
+    monkeypatch.setattr(probe, "BATCH_TOKENS", 100)
+    change = {"pair_loss": objective} if objective == "smooth_l1" else {}
+    model = pretraining("pplm" if change else objective, pe, double=False, **change).eval()
+    for p in model.parameters():
+        p.mul_(5 if p.dim() > 1 else 1)
+    sentences = random_sentences()
+    found = probe.sentence_scores(model, sentences)
+    model.double()
+    expected = [naive(model, [VOCAB - 8, *ids, VOCAB - 6]) for ids in sentences]
+    np.testing.assert_allclose(np.transpose(list(found.values())), expected, rtol=1e-5, atol=1e-4)
+    if naive is naive_pll:
+        pll, l2r = found.values()
+        assert 0 < (pll != l2r).sum() < len(sentences)
+
+
+@torch.no_grad()
+def test_pll_equals_transformers():
+    transformers = pytest.importorskip("transformers")
+    model = pretraining(double=False, n_layer=2).eval()
+    for p in model.parameters():
+        p.copy_(torch.randn_like(p) / (4 if p.dim() > 1 else 1))
+    config = transformers.RobertaConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=14, layer_norm_eps=1e-5)
+    theirs, ours = transformers.RobertaForMaskedLM(config).eval(), model.objectives["mlm"]
+    copy_bert_layers(model.encoder, theirs.roberta, BERT_NAMES)
+    embeddings, head = theirs.roberta.embeddings, theirs.lm_head
+    embeddings.token_type_embeddings.weight.zero_()
+    table = model.encoder.pe.parts["abs"].table.weight
+    embeddings.position_embeddings.weight[2:].copy_(table[:12])
+    head.dense.load_state_dict(ours.dense.state_dict())
+    head.layer_norm.load_state_dict(ours.norm.state_dict())
+    head.decoder.weight.copy_(model.encoder.tok.weight[:VOCAB])
+    head.decoder.bias.copy_(ours.bias)
+    sentences, expected = random_sentences(400), []
+    for ids in sentences:
+        rows = torch.tensor([[VOCAB - 8, *ids, VOCAB - 6]]).repeat(len(ids), 1)
+        inner, place = torch.arange(len(ids)), 1 + torch.arange(len(ids))
+        rows[inner, place] = VOCAB - 5
+        logits = theirs(rows, position_ids=2 + torch.arange(len(ids) + 2)[None]).logits
+        p = logits.log_softmax(-1)[inner, place, torch.tensor(ids)]
+        expected.append(float(p.sum()))
+    found = probe.sentence_scores(model, sentences)["pll"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_bag_of_words_ties_on_order():
+    """`none` on any weights, in float32; who has positions does not tie."""
+    for pe, ties in (("none", True), ("alibi", False)):
+        model = pretraining(pe=pe, double=False, n_layer=3).eval()
+        for p in model.encoder.parameters():
+            p.mul_(10)
+        sentences = [ids for ids in random_sentences(200) if len(ids) > 3]
+        moved = [random.Random(0).sample(ids, len(ids)) for ids in sentences]
+        found = probe.sentence_scores(model, sentences + moved)["pll"]
+        near = abs(np.subtract(*np.split(found, 2))) <= probe.TIE_NATS
+        assert near.all() if ties else near.mean() < 0.2
+
+
+def write_pairs(file, rows, opener=open):
+    with opener(file, "wt", encoding="utf-8") as handle:
+        for good, bad, *names in rows:
+            row = {"sentence_good": good, "sentence_bad": bad}
+            handle.write(json.dumps(row | dict(zip(("UID", "linguistics_term"), names))) + "\n")
+
+
+def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
+    write_pairs(tmp_path / "one.jsonl.xz", [
+        (" quick brown fox", " fox brown quick", "a", "s-selection"),
+        (" the lazy dog", " dog the lazy", "b", "argument_structure"),
+        ("a" * 999, "b", "c", "long"),
+        ("owls", "owls", "b", "argument_structure"),
+    ], lzma.open)
+    own = [(" seven wise owls", " seven wise xyzzy"), (" tree", " q")]
+    write_pairs(tmp_path / "own.jsonl", own)
+    found = probe_json(tmp_path / "out", "--runs", probed / "[anp]*", "--blimp", tmp_path)
+    out = capsys.readouterr().out
+    runs = {run["run"]: run for run in found["runs"]}
+    assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long: 1" in out
+    none = runs["none"]
+    assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
+    assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
+    assert none["scores"]["pll"]["order-only"] == none["scores"]["unigram"]["order-only"] == 0.5
+    assert list(none["scores"]["pll"]) == ["argument_structure", "long", "own", "mean",
+                                           "order-only"]
+    for run in runs.values():
+        for score, row in run["scores"].items():
+            by_name = run["paradigms"][score]
+            assert row["own"] == by_name["own"] and row["mean"] == pytest.approx(
+                np.mean([by_name["a"], by_name["b"], by_name["own"]]))
+            assert row["argument_structure"] == pytest.approx((by_name["a"] + 2 * by_name["b"]) / 3)
+    model = probe.load_pretraining(probed / "abs")
+    assert none["scores"]["unigram"]["own"] == none["scores"]["bigram"]["own"] == 1
+    texts = [" seven wise owls", " tree", " seven wise xyzzy", " q"]
+    ids = model.encoder.tokenizer.encode_ordinary_batch(texts)
+    a, b, c, d = probe.sentence_scores(model, ids)["pll"]
+    assert runs["abs"]["paradigms"]["pll"]["own"] == np.mean([a > c, b > d])
+    assert pictures_in(tmp_path / "out") == {"phenomena"} == pictures_in(probed / "abs" / "blimp")
+    one = json.loads((probed / "pmlm" / "blimp" / "probe.json").read_text())
+    assert {**one, "pictures": None} == {**runs["pmlm"], "pictures": None}
+    # Frequencies, by a loop; without the text they are left out.
+    text, V = corpus.train.tolist(), corpus.vocab_size
+    bigram = 0
+    for left, token in zip([V - 6, *ids[0]], ids[0]):
+        p = (text.count(token) + 1) / (len(text) + V)
+        seen = sum(pair == (left, token) for pair in zip(text, text[1:]))
+        bigram += math.log((seen + probe.PRIOR * p) / (text.count(left) + probe.PRIOR))
+    assert probe.count_scores(corpus, ids)["bigram"][0] == pytest.approx(bigram)
+    one = ["--ckpt", probed / "clm", "--blimp", tmp_path / "own.jsonl", "--cache", "nowhere"]
+    assert list(probe_json(tmp_path / "out", *one)["scores"]) == ["log-likelihood"]
+    assert "what frequency says left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lines, says", [
+    ("", "no pairs in"), ('{"sentence_good": "a"}', "row 1: sentence_good and sentence_bad must"),
+    ('{"sentence_good": "a", "sentence_bad": "b"}\n["a", "b"]', "row 2: sentence_good"),
+    ('{"sentence_good": "a", "sentence_bad": ""}', "row 1"), ('{"sentence', "cannot be read"),
+    (json.dumps({"sentence_good": "a" * 999, "sentence_bad": "b"}), "no pair fits"),
+])
+def test_pairs_that_cannot_be_read_are_one_line(lines, says, probed, tmp_path, capsys):
+    (tmp_path / "own.jsonl").write_text(lines)
+    assert exit_code(probe.main, ["--ckpt", str(probed / "abs"), "--blimp", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    with pytest.raises(ValueError, match="tc cannot say how likely"):
+        probe.sentence_scores(pretraining("tc"), [[1, 2]])
 
 
 def test_fill_masks_gives_words_of_the_text(corpus_file, cache, tmp_path):
