@@ -10,6 +10,7 @@ vocabulary where TIKTOKEN_CACHE_DIR does not hold it.
 """
 
 import ast
+import contextlib
 import copy
 import csv
 import dataclasses
@@ -781,10 +782,18 @@ def test_swapping_hidden_tokens_permutes_the_output(pe):
 
 
 ABSOLUTE = "abs sin lsin tupe_a tupe_r bert_ad tupe_a_free abs+t5".split()
-RELATIVE = "rel rel_k rsin rlsin t5 t5_untie_cls rope alibi rel+t5 rope+rlsin+alibi".split()
+RELATIVE = "rel rel_k rsin rlsin t5 t5_untie_cls rope alibi".split()
 
 
-@pytest.mark.parametrize("pe", [*ABSOLUTE, *RELATIVE])
+def legal_sums(parts):
+    for n in (1, 2, 3):
+        for names in itertools.combinations(parts, n):
+            with contextlib.suppress(ValueError):
+                parse_pe("+".join(names))
+                yield "+".join(names)
+
+
+@pytest.mark.parametrize("pe", [*ABSOLUTE, *legal_sums(RELATIVE)])
 def test_absolute_schemes_see_a_shift_and_relative_ones_do_not(pe):
     encoder, tokens = tiny(pe), some_tokens()
     change = (encoder(tokens, pos=torch.arange(7) + 5) - encoder(tokens)).abs().max()
@@ -934,6 +943,13 @@ def test_no_tensor_of_l_l_d(monkeypatch):
         with Watch():
             encoder(some_tokens(1, 40), pos=pos)
     assert max(sizes) < 40 * 40 * 32
+
+
+def test_theta_fills_row_and_column():
+    v = torch.zeros(1, 2, 4, 4)
+    one, two = model_module.reset_cls(v, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0].tolist()
+    assert one == [[1, 1, 1, 1], [3, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0]]
+    assert two[0] == [2, 2, 2, 2] and two[1] == [4, 0, 0, 0]
 
 
 def test_t5_buckets():
@@ -1467,6 +1483,14 @@ def test_content_scores_leave_positions_out(pe, differs):
     assert not torch.allclose(total(batch)[0], content(batch)[0], rtol=0, atol=1e-6)
 
 
+def test_wasserstein_equals_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    logits, label = torch.randn(9, 15, dtype=torch.double), torch.randint(15, (9,))
+    for x, y, found in zip(logits.softmax(-1).numpy(), label.tolist(),
+                           objectives.wasserstein(logits, label)):
+        assert abs(stats.wasserstein_distance(np.arange(15), [y], x) - found) < 1e-9
+
+
 def test_smooth_l1_predicts_offsets():
     """Its one number is the offset over L; the logged accuracy is that of the rounded offset."""
     offset = torch.tensor([[-3.4], [0.6], [7.0]]) / 8
@@ -1640,6 +1664,55 @@ def test_baselines_equal_an_enumeration(n, k):
     ours = baselines.position_baselines(n + 2, k / n)
     for reader, loss in enumerated_baselines(n, k).items():
         assert ours[reader] == pytest.approx(loss, abs=0.02 if reader == "moved" else 0.005)
+
+
+@pytest.mark.parametrize("L, rate", [(32, 0.6), (64, 0.15)])
+def test_baselines_equal_a_simulation(L, rate):
+    """Corrupt many rows; count, or enumerate what is still possible for a row."""
+    n = L - 2
+    k, rng, R = round(rate * n), np.random.default_rng(1), 6000
+    places = np.argsort(rng.random((R, n)), 1)[:, :k]
+    given_at = np.tile(np.arange(n), (R, 1))                # given_at[row, token]: its given place
+    np.put_along_axis(given_at, places, rng.permuted(places, axis=1), 1)
+    ours = baselines.position_baselines(L, rate)
+    r = np.arange(n)[None, :] - np.arange(n)[:, None]
+    others = ~np.eye(n, dtype=bool)
+    # copy: the entropy of the offset, given the two given places, from counts over all rows.
+    counts = np.zeros((n, n, 2 * n))
+    for row in given_at:
+        counts[row[:, None], row[None, :], r + n] += 1
+    counts[:, :, n] = 0
+    q = counts / counts.sum(-1, keepdims=True).clip(1)
+    plug_in = -(q * np.log(np.where(q > 0, q, 1))).sum(-1)[others]
+    bias = ((q > 0).sum(-1)[others] - 1) / (2 * R)          # Miller-Madow: counts underestimate it
+    assert abs(ours["copy"] - (plug_in + bias).mean()) < 0.02
+    right = np.mean([(row[None, :] - row[:, None] == r)[others].mean() for row in given_at])
+    assert abs(ours["binary"] + right * math.log(right) + (1 - right) * math.log(1 - right)) < 0.01
+
+    def entropy_of(offsets):
+        share = np.unique(offsets, return_counts=True)[1] / len(offsets)
+        return -(share * np.log(share)).sum()
+
+    # The others know a set of places: of pairs with two ends in it, any two different ones are
+    # possible (if all in it moved: none where it is seen); with one end in it, any of the set.
+    selected, moved, some, pairs = 0.0, 0.0, 0.0, 0
+    for row, inside in zip(given_at[:400], places[:400]):
+        any_two = [b - a for a, b in itertools.permutations(inside, 2)]
+        selected += k * (k - 1) * entropy_of(any_two) + 2 * k * (n - k) * math.log(k)
+        where = np.flatnonzero(row != np.arange(n))
+        if m := len(where):
+            a, b = rng.permutation(where)[:2]               # where the two are seen
+            left = [y - x for x, y in itertools.permutations(where, 2) if x != a and y != b]
+            if m < 7:                                       # few: count the orders that move all
+                orders = [dict(zip(where, p)) for p in itertools.permutations(where)]
+                left = [p[b] - p[a] for p in orders if all(p[x] != x for x in p)]
+            both = m * (m - 1) * entropy_of(left)
+            some, pairs = some + both, pairs + m * (m - 1)
+            moved += both + 2 * m * (n - m) * math.log(m - 1)
+    known = {"selected": selected / (400 * n * (n - 1)), "moved": moved / (400 * n * (n - 1)),
+             "free_slots": selected / (400 * (k * (k - 1) + 2 * k * (n - k))),
+             "some_moved": some / pairs}
+    assert {name: ours[name] for name in known} == pytest.approx(known, abs=0.03)
 
 
 @pytest.mark.parametrize("L, rate, copy, selected, moved, some_moved, binary", [
@@ -3389,6 +3462,19 @@ def test_positional_logits_of_bert_ad_and_proximity_of_sinusoids():
             alike(learned, default, 1e-7)
 
 
+def test_proposition_1_of_tupe():
+    """P1: any Toeplitz B (n, n) is G D G*, D diagonal (2n, 2n), G_kj = e^((j-1) i pi k / n) / 2n.
+    Here B is T5's bias."""
+    n = 12
+    B = tiny("t5").pe.at["bias"].bias(torch.arange(n)[None])[0, 0].detach().numpy()
+    k, j = np.arange(1, n + 1)[:, None], np.arange(1, 2 * n + 1)
+    G = np.exp((j - 1) * 1j * np.pi * k / n) / (2 * n)
+    # B_km is a function of k - m, of period 2n if one likes: D is its Fourier transform, times 2n.
+    period = np.concatenate((B[:, 0], [0], B[0, :0:-1]))
+    D = np.diag(2 * n * np.fft.fft(period))
+    np.testing.assert_allclose(G @ D @ G.conj().T, B, atol=1e-12)
+
+
 def cosine(a, b):
     return float(F.cosine_similarity(a.double(), b.double(), dim=0))
 
@@ -3484,6 +3570,13 @@ def test_the_worth_of_words_by_batches():
     plain = torch.autocast("cpu", enabled=False)
     logged = train.evaluate(model, corpus, plain, torch.device("cpu"))["val_pplm"]
     assert probe.worth_of_words(model, corpus)["true"] == pytest.approx(logged, abs=1e-6)
+
+
+def test_words_that_cannot_matter_are_worth_nothing():
+    model = pretraining("pplm")
+    torch.nn.init.zeros_(model.encoder.tok.weight)
+    found = probe.worth_of_words(model, Rows(20))
+    assert found["true"] == found["random"] == found["shuffled"]
 
 
 def knows_offsets(objective, true=True):
