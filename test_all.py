@@ -4398,7 +4398,7 @@ def test_a_roberta_comes_in_exactly(hugging, roberta, imported, again):
     assert torch.equal(model.encoder.pe.parts["abs"].table.weight[-1], row)
     text = f"{PARIS} Paris,\n\n naïve 東京 \x00\xa0 I'm 2,000 ﬁ!!  "
     ids = hugging.AutoTokenizer.from_pretrained(found.folder).encode(text)
-    ours = load(found.run).tokenizer.encode_ordinary(text)
+    ours = model.encoder.tokenizer.encode_ordinary(text)
     assert [order[i] for i in ids] == [cfg.cls_id, *ours, cfg.sep_id]
 
 
@@ -4423,8 +4423,9 @@ def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys
     run = imported.run
     probe.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
     assert "[MASK]: '" in capsys.readouterr().out
-    model = finetune.make_model({**weights(run), "source": str(run)}, "cola", 16, 0)
-    assert torch.equal(model.encoder.tok.weight, load(run).tok.weight)
+    start = finetune.read_start(str(run), cache)
+    model = finetune.make_model(start, "cola", 16, 0)
+    assert torch.equal(model.encoder.tok.weight, start["model"]["encoder.tok.weight"])
     # Another scheme starts from it, if the data has its tokenizer. It cannot be resumed: a line.
     flags = shlex.split(f"--tokenizer gpt2 --pe t5 --objective pplm --steps 2 --init_from {run}")
     run_train(corpus_file, cache, tmp_path / "more", *flags)
@@ -4574,9 +4575,9 @@ def test_tokenizer_json_cuts_as_tiktoken_does(hugging, random_run, tmp_path):
     assert len(theirs) == ours.n_vocab and theirs.model_max_length == 140
 
 
-def test_tokenizer_json_of_gpt2(hugging, imported, out_again):
+def test_tokenizer_json_of_gpt2(hugging, out_again):
     theirs = hugging.AutoTokenizer.from_pretrained(out_again)
-    check_tokenizer(load(imported.run).tokenizer, theirs)
+    check_tokenizer(tiktoken.Encoding(**data.encoding_arguments(data.gpt2_state())), theirs)
 
 
 # ----- what cannot come in, and where nothing is written
@@ -4634,7 +4635,10 @@ def test_damage_and_other_tokens_are_refused(imported, tmp_path, capsys):
     vocab = json.loads((folder / "vocab.json").read_text())
     vocab["another"] = vocab.pop("<|endoftext|>")
     (folder / "vocab.json").write_text(json.dumps(vocab))
-    assert "tokens are not GPT-2's" in refused("import", folder, run, capsys)
+    config = json.loads((folder / "config.json").read_text())
+    for size in (50265, 50264):
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+        assert "tokens are not GPT-2's" in refused("import", folder, run, capsys)
 
 
 def test_hf_leaves_a_folder_alone_and_needs_transformers(random_run, tmp_path, monkeypatch, capsys):
