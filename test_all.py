@@ -40,7 +40,7 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import baselines
@@ -4552,6 +4552,7 @@ def check_tokenizer(ours, theirs):
     @given(ANY_TEXT)
     @settings(max_examples=300, deadline=None)
     def cuts_alike(text):
+        assume(not re.search(r"\[(CLS|PAD|SEP|MASK)\]", text))      # a special there, text here
         ids = theirs.encode(text, add_special_tokens=False)
         assert [i - 8 for i in ids] == ours.encode_ordinary(text)
         assert theirs.decode(ids) == ours.decode([i - 8 for i in ids])
