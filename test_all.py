@@ -1,5 +1,5 @@
 """The tests. First the naive reference: attention by every scheme, a pair at a time, from the
-papers' equations. Then file by file: data, model, objectives, train, finetune, probe, bench.
+papers' equations. Then file by file: data, model, objectives, train, finetune, probe, bench, hf.
 
     python -m pytest test_all.py
     python test_all.py --soak           # a few minutes more: one run, killed 20 times
@@ -42,7 +42,7 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import baselines
@@ -51,6 +51,7 @@ import common
 import data
 import fast
 import finetune
+import hf
 import model as model_module
 import objectives
 import probe
@@ -4302,6 +4303,362 @@ def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
 
 
 # ==================================================================================================
+# hf.py
+
+# What has a class in transformers. All else is refused.
+GOES_OUT = {"none": "roberta", "abs": "roberta", "bert_a": "roberta", "sin": "roberta",
+            "lsin": "roberta", "t5": "mpnet", "abs+t5": "mpnet", "bert_r": "mpnet",
+            "sin+t5": "mpnet", "t5+lsin": "mpnet", "rope": "roformer"}
+PARIS = "The capital of France is"
+
+
+@pytest.fixture(scope="session")
+def hugging():
+    return pytest.importorskip("transformers")
+
+
+def write_gpt2_merges(file, ranks, letters):
+    """GPT-2's merges.txt: the two parts that a token becomes by BPE with the ranks below its
+    own."""
+    lines = ["#version: 0.2"]
+    for token, rank in ranks.items():
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:
+            joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
+            at = joined.index(min(joined))
+            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            lines.append(" ".join(part.decode("latin-1").translate(letters) for part in parts))
+    assert len(lines) == 50_001, "as many as OpenAI's file has"
+    file.write_text("\n".join(lines))
+
+
+@pytest.fixture(scope="session")
+def roberta(hugging, tmp_path_factory):
+    """-> a function that makes a folder like that of roberta-base: random weights; GPT-2's tokens
+    in another order between `<s> <pad> </s> <unk>` and three fillers and `<mask>`."""
+    try:
+        ranks = data.encoding_arguments(data.gpt2_state())["mergeable_ranks"]
+    except ValueError as error:
+        pytest.skip(str(error))
+    letters = hf.bytes_to_unicode()
+    words = [token.decode("latin-1").translate(letters) for token in ranks]
+    order = random.Random(0).sample(range(50256), 50256)
+    names = ["<s>", "<pad>", "</s>", "<unk>", *(words[i] for i in order), "<|endoftext|>",
+             "madeupword0000", "madeupword0001", "madeupword0002", "<mask>"]
+    files = tmp_path_factory.mktemp("tokens")
+    (files / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    write_gpt2_merges(files / "merges.txt", ranks, letters)
+
+    def make(C, n_layer, H, L, eps=1e-5):
+        folder = tmp_path_factory.mktemp("theirs")
+        shutil.copytree(files, folder, dirs_exist_ok=True)
+        torch.manual_seed(0)
+        theirs = hugging.RobertaForMaskedLM(hugging.RobertaConfig(
+            vocab_size=50265, hidden_size=C, num_hidden_layers=n_layer, num_attention_heads=H,
+            intermediate_size=2 * C, layer_norm_eps=eps, max_position_embeddings=L + 2,
+            initializer_range=0.1, type_vocab_size=1)).eval()
+        for p in theirs.parameters():
+            p.data.add_(0.2 * torch.randn_like(p) if p.dim() == 1 else 0)
+        theirs.save_pretrained(folder)
+        run = tmp_path_factory.mktemp("imported") / "run"
+        hf.main(["import", str(folder), str(run)])
+        return SimpleNamespace(folder=folder, theirs=theirs, run=run)
+    # Our id of each of theirs: [CLS] [PAD] [SEP], a spare one, the words, ..
+    make.order = [50257, 50258, 50259, 50261, *order, 50256, 50262, 50263, 50264, 50260]
+    return make
+
+
+@pytest.fixture(scope="session")
+def imported(roberta):
+    return roberta(C=16, n_layer=1, H=2, L=16)
+
+
+@torch.no_grad()
+def apart(model, theirs, order, L):
+    """The largest difference of hidden states, and of logits where both have them, over rows of odd
+    lengths with pads behind them. order: our id of each of theirs."""
+    encoder, base = model.encoder, theirs.base_model
+    ids = torch.randint(8, len(order) - 1, (5, L), generator=torch.Generator().manual_seed(1))
+    pad = torch.arange(L) >= torch.tensor([L, L - 1, 7, 3, 1])[:, None]
+    ids[:, 0], ids[0, 2:4], ids[pad] = 0, order.index(encoder.config.mask_id), 1
+    ours, given = encoder(torch.tensor(order)[ids], pad=pad), {"attention_mask": (~pad).long()}
+    found = [(ours, base(ids, **given)[0])]
+    if theirs is not base:
+        logits = model.objectives["mlm"].word_logits(encoder, ours)[..., order]
+        found.append((logits, theirs(ids, **given).logits))
+    assert all(a[~pad].std() > 0.1 for a, _ in found)
+    return max(float((a - b)[~pad].abs().max()) for a, b in found)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_roberta_comes_in_exactly(hugging, roberta, imported, again):
+    found = roberta(C=48, n_layer=5, H=4, L=9, eps=1e-3) if again else imported
+    model, order = probe.load_pretraining(found.run), roberta.order
+    cfg, at = model.encoder.config, found.theirs.roberta.embeddings
+    assert (cfg.n_layer, cfg.n_head, cfg.max_len) == ((5, 4, 9) if again else (1, 2, 16))
+    assert apart(model, found.theirs, order, cfg.max_len) < 1e-5
+    # The words are a permutation, the unknown position is the row that RoBERTa never uses.
+    assert sorted(order) == list(range(50265))
+    assert torch.equal(model.encoder.tok.weight[order], at.word_embeddings.weight)
+    row = at.position_embeddings.weight[0] + at.token_type_embeddings.weight[0]
+    assert torch.equal(model.encoder.pe.parts["abs"].table.weight[-1], row)
+    text = f"{PARIS} Paris,\n\n naïve 東京 \x00\xa0 I'm 2,000 ﬁ!!  "
+    ids = hugging.AutoTokenizer.from_pretrained(found.folder).encode(text)
+    ours = model.encoder.tokenizer.encode_ordinary(text)
+    assert [order[i] for i in ids] == [cfg.cls_id, *ours, cfg.sep_id]
+
+
+@pytest.fixture(scope="session")
+def out_again(imported, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("again") / "theirs"
+    hf.main(["export", str(imported.run), str(folder)])
+    return folder
+
+
+def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
+    hf.main(["import", str(out_again), str(tmp_path / "again")])
+    before, after = weights(imported.run), weights(tmp_path / "again")
+    for key in ("config", "tokenizer", "tokenizer_hash"):
+        assert before[key] == after[key]
+    assert same_weights(before["model"], after["model"])
+    command = f"    python hf.py import {imported.folder} {imported.run}\n"
+    assert command in (out_again / "README.md").read_text()
+
+
+def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys):
+    run = imported.run
+    probe.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
+    assert "[MASK]: '" in capsys.readouterr().out
+    start = finetune.read_start(str(run), cache)
+    model = finetune.make_model(start, "cola", 16, 0)
+    assert torch.equal(model.encoder.tok.weight, start["model"]["encoder.tok.weight"])
+    # Another scheme starts from it, if the data has its tokenizer. It cannot be resumed: a line.
+    flags = shlex.split(f"--tokenizer gpt2 --pe t5 --objective pplm --steps 2 --init_from {run}")
+    run_train(corpus_file, cache, tmp_path / "more", *flags)
+    assert "15 tensors loaded" in capsys.readouterr().out
+    assert exit_code(run_train, corpus_file, cache, run, "--tokenizer", "gpt2", "--resume") == 2
+    assert "holds another run" in capsys.readouterr().err
+
+
+SMALL_ORDER = [*range(8184, 8192), *range(8184)]    # our id of each there, where the BPE is our own
+
+
+@pytest.fixture
+def random_run(hugging, corpus, tmp_path):
+    """-> a function that saves a model whose every weight counts as train.py does; its run is
+    tmp_path / run. `export` sends it, or a file, to tmp_path / theirs."""
+    def make(pe="abs", objective="mlm", *flags):
+        torch.manual_seed(3)
+        encoder = Encoder(EncoderConfig(8192, pe, 2, 4, 32, 48, max_len=140, norm_eps=1e-3))
+        args = vars(train.parse_args(["--objective", objective, "--pe", pe, *flags]))
+        model = Pretraining(encoder, ObjectiveConfig(objective)).eval()
+        for p in model.parameters():
+            p.data.add_(0.1 * torch.randn_like(p))
+        arguments = data.encoding_arguments(corpus.tokenizer)
+        encoder.tokenizer = tiktoken.Encoding(**arguments)
+        shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        torch.save({
+            "args": args, "config": vars(encoder.config), "data": {"dataset": "some text"},
+            "step": 7, "tokenizer": arguments, "tokenizer_hash": "",
+            "model": model.state_dict()}, tmp_path / "run" / "ckpt.pt")
+        return model
+    make.export = lambda file="run": hf.main(
+        ["export", str(tmp_path / file), str(tmp_path / "theirs")])
+    return make
+
+
+@pytest.mark.parametrize("pe", [*PE_NAMES, "sin+t5", "t5+lsin", "abs+rope", "rope+t5", "sin+rel_k"])
+def test_what_goes_out_computes_the_same(hugging, random_run, tmp_path, capsys, pe):
+    """Read again by the class that the folder names, and by AutoModel. All else is refused."""
+    model, folder = random_run(pe), tmp_path / "theirs"
+    if pe not in GOES_OUT:
+        assert exit_code(random_run.export) == 2 and not folder.exists()
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"pe {pe}," in error and "none, abs, sin, lsin" in error
+        return
+    random_run.export()
+    theirs, info = hugging.AutoModelForMaskedLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert theirs.config.model_type == GOES_OUT[pe]
+    for each in (theirs, hugging.AutoModel.from_pretrained(folder)):
+        assert apart(model, each, SMALL_ORDER, 139) < 1e-5
+
+
+def test_other_objectives_go_without_their_heads(hugging, random_run, tmp_path):
+    for objective, auto in (("pplm", "AutoModel"), ("mlm+pmlm+tc", "AutoModelForMaskedLM")):
+        model = random_run("abs+t5", objective)
+        random_run.export()
+        theirs = getattr(hugging, auto).from_pretrained(tmp_path / "theirs")
+        assert theirs.config.architectures == [type(theirs).__name__]
+        assert apart(model, theirs, SMALL_ORDER, 21) < 1e-5
+    random_run("abs", "clm")
+    assert exit_code(random_run.export) == 2
+
+
+@pytest.mark.parametrize("pe, task, kind", [
+    ("abs", "mnli", "Roberta"), ("sin", "cola", "Roberta"), ("abs+t5", "stsb", "MPNet"),
+    ("none", "docs", "Roberta"), ("rope", "cola", None), ("abs", "squad", None),
+    ("abs", "cola", "a probe"), ("tupe_r", "cola", None)])
+def test_a_classifier_goes_out_with_its_labels(hugging, random_run, tmp_path, capsys, pe, task,
+                                               kind):
+    """Where the heads agree: not rope's, nor those of spans and probes."""
+    encoder, folder = random_run(pe).encoder, tmp_path / "theirs"
+    model = finetune.Classifier(encoder, task, 40, kind == "a probe").eval()
+    torch.nn.init.normal_(model.head[-1].weight)
+    row = {"task": task, "ckpt": "out/some run", "seed": 0, "lr": 1e-4, "recipe": "bert",
+           "metrics": {"accuracy": 0.625}}
+    finetune.save_model(tmp_path / "tuned.pt", model, weights(tmp_path / "run"), row)
+    if kind not in ("Roberta", "MPNet"):
+        assert exit_code(random_run.export, "tuned.pt") == 2 and not folder.exists()
+        assert capsys.readouterr().err.count("\n") == 1
+        return
+    random_run.export("tuned.pt")
+    theirs = hugging.AutoModelForSequenceClassification.from_pretrained(folder)
+    labels = dict(enumerate(finetune.TASKS[task].classes or ["score"]))
+    assert type(theirs).__name__ == f"{kind}ForSequenceClassification"
+    assert theirs.config.id2label == labels
+    assert theirs.config.label2id == {label: i for i, label in labels.items()}
+    # From a pair of texts to scores.
+    texts = (PARIS, "the lazy é")
+    ids = finetune.encode(texts, encoder.tokenizer, encoder.config, 40)
+    batch = hugging.AutoTokenizer.from_pretrained(folder)(*texts, return_tensors="pt")
+    with torch.no_grad():
+        ours, found = model(torch.tensor([ids]), None), theirs(**batch).logits.squeeze(-1)
+    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
+    card = (folder / "README.md").read_text()
+    assert f"Trained on: {task}" in card and "0.625" in card
+    assert f"--task {task} --ckpt 'out/some run' --recipe bert --lr 0.0001" in card
+
+
+def test_the_model_card(random_run, tmp_path):
+    """It has what was asked for, and its command makes this very run."""
+    random_run("t5", "mlm+pplm", *shlex.split(
+        "--preset lab --steps 3 --whole_word --loss_weights 1 0.5 --no-compile"))
+    row = {"task": "cola", "seed": 1, "lr": 0.01, "metrics": {"accuracy": 0.75}}
+    (tmp_path / "run" / "results.jsonl").write_text(json.dumps(row) + "\n")
+    random_run.export()
+    card = (tmp_path / "theirs" / "README.md").read_text()
+    assert "- cola, seed 1: {'accuracy': 0.75}" in card
+    assert "Positions: t5. Trained on: mlm+pplm,\n7 steps, data some text." in card
+    command = shlex.split(re.search(r"^    python train.py (.*)$", card, re.M)[1])
+    assert vars(train.parse_args(command)) == weights(tmp_path / "run")["args"]
+    assert "--no-compile" in command and "--whole_word" in command and "--lr" not in command
+
+
+# ----- the tokenizer
+
+PIECES = [*WORDS[:9], " quick", " lazy", "é東", " capital", "'ll", "I'M", " ", "\n", "\t", "\xa0",
+          "\u3000", "2", "²", "٣", "\U0001f600", "\x1c", "\x85", "e\u0301", "_", "["]
+ANY_TEXT = st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
+
+
+def check_tokenizer(ours, theirs):
+    """Ids of words are 8 higher there: the specials come first."""
+    @given(ANY_TEXT)
+    @settings(max_examples=300, deadline=None)
+    def cuts_alike(text):
+        assume(not re.search(r"\[(CLS|PAD|SEP|MASK)\]", text))      # a special there, text here
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert [i - 8 for i in ids] == ours.encode_ordinary(text)
+        assert theirs.decode(ids) == ours.decode([i - 8 for i in ids])
+    cuts_alike()
+
+
+def test_tokenizer_json_cuts_as_tiktoken_does(hugging, random_run, tmp_path):
+    """The own BPE; and what it puts around texts."""
+    ours = random_run().encoder.tokenizer
+    random_run.export()
+    theirs = hugging.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    check_tokenizer(ours, theirs)
+    a, b = ([i + 8 for i in ours.encode_ordinary(text)] for text in (PARIS, "aaa"))
+    assert theirs(PARIS, "aaa")["input_ids"] == [0, *a, 2, *b, 2]
+    # The mask takes the space before it along, as in probe.py.
+    assert theirs(f"{PARIS} [MASK].")["input_ids"] == [0, *a, 3, ord(".") + 8, 2]
+    roles = [getattr(theirs, f"{role}_token_id") for role in ("cls", "pad", "sep", "mask")]
+    assert roles == [0, 1, 2, 3]
+    batch = theirs([PARIS, "aaa"], padding=True)
+    assert batch.keys() == {"input_ids", "attention_mask"} and batch["input_ids"][1][-1] == 1
+    assert len(theirs) == ours.n_vocab and theirs.model_max_length == 140
+
+
+def test_tokenizer_json_of_gpt2(hugging, out_again):
+    theirs = hugging.AutoTokenizer.from_pretrained(out_again)
+    check_tokenizer(tiktoken.Encoding(**data.encoding_arguments(data.gpt2_state())), theirs)
+
+
+# ----- what cannot come in, and where nothing is written
+
+def refused(direction, source, target, capsys):
+    """-> the one line that says so."""
+    capsys.readouterr()
+    assert exit_code(hf.main, [direction, str(source), str(target)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.mark.parametrize("change, says", [
+    (dict(hidden_act="relu"), "its hidden_act is relu"),
+    (dict(position_embedding_type="relative_key"), "its position_embedding_type is relative_key"),
+    (dict(tie_word_embeddings=False), "its tie_word_embeddings is False"),
+    (dict(pad_token_id=0), "its pad_token_id is 0"),
+    (dict(type_vocab_size=2), "its type_vocab_size is 2"),
+    (dict(model_type="bert"), "its model_type is bert"),
+    (dict(model_type="a new one"), "cannot be read"),
+    (dict(num_hidden_layers=2), "missing roberta.encoder.layer.1"),
+    (dict(intermediate_size=17), "cannot be read"),
+], ids=str)
+def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says):
+    folder = shutil.copytree(imported.folder, tmp_path / "edited")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert says in refused("import", folder, tmp_path / "run", capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key, says", [
+    ("roberta.encoder.layer.0.output.dense.bias", "missing"),
+    ("lm_head.layer_norm.weight", "missing"),
+    ("roberta.encoder.layer.0.adapter.weight", "extra"),
+])
+def test_a_missing_or_an_extra_tensor(imported, tmp_path, capsys, key, says):
+    from safetensors.torch import load_file, save_file
+    folder = shutil.copytree(imported.folder, tmp_path / "edited")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["roberta.pooler.dense.weight"] = torch.zeros(16, 16)        # which roberta-base has
+    if tensors.pop(key, None) is None:
+        tensors[key] = torch.zeros(16, 16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert f"RoBERTa: {says} {key}\n" in refused("import", folder, tmp_path / "run", capsys)
+
+
+def test_damage_and_other_tokens_are_refused(imported, tmp_path, capsys):
+    run, folder = tmp_path / "run", shutil.copytree(imported.folder, tmp_path / "edited")
+    assert "cannot be read" in refused("import", tmp_path / "nowhere", run, capsys)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "cannot be read" in refused("import", folder, run, capsys)
+    vocab = json.loads((folder / "vocab.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    last = vocab.pop("<|endoftext|>")
+    for name, size in (("another", 50265), ("<mask>", 50264)):
+        (folder / "vocab.json").write_text(json.dumps(vocab | {name: last}))
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": size}))
+        assert "tokens are not GPT-2's" in refused("import", folder, run, capsys)
+
+
+def test_hf_leaves_a_folder_alone_and_needs_transformers(random_run, tmp_path, monkeypatch, capsys):
+    random_run()
+    (tmp_path / "mine").mkdir()
+    assert "mine" in refused("export", tmp_path / "run", tmp_path / "mine", capsys)
+    assert "no checkpoint" in refused("export", tmp_path / "nowhere", tmp_path / "out", capsys)
+    monkeypatch.setattr(hf, "transformers", None)
+    assert "pip install transformers" in refused("export", tmp_path / "run", tmp_path / "o", capsys)
+
+
+# ==================================================================================================
 # README.md
 
 README = (HERE / "README.md").read_text()
@@ -4393,7 +4750,7 @@ def test_exercises_name_real_tests_and_code():
 
 def test_layout_is_flat_and_lines_are_short():
     """What design and ruff cannot see: no more than 12 Python files, nested loops are no
-    comprehensions, and nothing imports from train.py but tests and the benchmark."""
+    comprehensions, and nothing imports from train.py but tests, the benchmark and hf.py's card."""
     files = sorted(HERE.glob("*.py"))
     assert len(files) <= 12
     for file in [*files, *HERE.glob("results/*.py")]:
@@ -4401,7 +4758,7 @@ def test_layout_is_flat_and_lines_are_short():
         for node in ast.walk(tree) if file.name != "test_all.py" else ():
             assert len(getattr(node, "generators", [])) < 2, f"{file.name}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.module == "train":
-                assert file.name == "bench.py"
+                assert file.name in ("bench.py", "hf.py")
 
 
 def soak(n_kills=20, seed=0):
