@@ -79,26 +79,36 @@ TIE_NATS = 1e-4             # sentences whose scores are nearer than that tie
 PRIOR = 100                 # unseen words that a bigram's count is smoothed with
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
-NOT_COMPARED = set("pe objective steps out_dir cache device dtype compile log_every eval_every "
-                   "keep_every resume".split())
+NOT_COMPARED = set(
+    "pe objective steps out_dir cache device dtype compile log_every eval_every "
+    "keep_every resume".split()
+)
 
 
 @dataclass
 class ProbeConfig:
     """The flags. --runs, which takes several texts, is added by hand."""
+
     ckpt: str | None = setting(None, "run folder or checkpoint file (default: the newest run)")
     dynamics: str | None = setting(None, "follow a run over the checkpoints that it kept")
     text: str | None = setting(None, "try the model on a text: see above")
     pairs: str | None = setting(None, "with --dynamics: lines of word<TAB>word<TAB>score")
-    blimp: str | None = setting(None, "minimal pairs: a .jsonl file with sentence_good and "
-                                "sentence_bad, or a folder of such, also with .gz, .xz or .bz2")
+    blimp: str | None = setting(
+        None,
+        "minimal pairs: a .jsonl file with sentence_good and "
+        "sentence_bad, or a folder of such, also with .gz, .xz or .bz2",
+    )
     cache: str | None = setting(None, "folder of prepared data (default: the run's)")
-    out_dir: str | None = setting(None, "where to write (default: RUN/probe, RUN/dynamics, "
-                                  "RUN/blimp, or probe or blimp beside the runs)")
+    out_dir: str | None = setting(
+        None,
+        "where to write (default: RUN/probe, RUN/dynamics, "
+        "RUN/blimp, or probe or blimp beside the runs)",
+    )
 
 
 # --------------------------------------------------------------------------------------------------
 # A run: its model, its text
+
 
 def load_pretraining(path):
     """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
@@ -131,8 +141,10 @@ def own_corpus(model, cache):
     for meta in Path(cache).glob("*/meta.json"):
         if read_rows(meta) == [data]:           # one that is damaged has no rows
             return open_corpus(meta.parent)
-    raise ValueError(f"the run's text ({data['dataset']}) is not prepared in {cache}; --cache "
-                     "names another place")
+    raise ValueError(
+        f"the run's text ({data['dataset']}) is not prepared in {cache}; --cache "
+        "names another place"
+    )
 
 
 def validation_rows(corpus, n_rows, L):
@@ -144,6 +156,7 @@ def validation_rows(corpus, n_rows, L):
 
 # --------------------------------------------------------------------------------------------------
 # Indicators (P3 app. B) of a float64 map A (L, L), queries in rows; ideally 0, direction balance 1
+
 
 def aiv(A):
     """Translation invariance: variance within groups of one offset, over the variance of all. NaN
@@ -181,7 +194,7 @@ def sd(A):
     return float(abs(A - A.T)[np.triu_indices(len(A), 1)].mean())
 
 
-def db(A, l=20):    # noqa: E741 (P3's letter)
+def db(A, l=20):  # noqa: E741 (P3's letter)
     """Direction balance: sum below the diagonal over sum above it, |i - j| <= l (P3's text; its
     formula is upside down)."""
     upper = (np.triu(A, 1) - np.triu(A, l + 1)).sum()
@@ -199,12 +212,16 @@ def indicators(A):
 # --------------------------------------------------------------------------------------------------
 # Where the maps come from: rows of one word, in which nothing but the position differs
 
+
 def probe_words(encoder, n=300):
     """A fixed choice of n whole words, or of any ordinary tokens where there are too few words
     -> (n,) ids."""
     ids = range(encoder.config.cls_id)
-    words = [i for i in ids if re.fullmatch(
-        rb" [A-Za-z]{2,}", encoder.tokenizer.decode_single_token_bytes(i))]
+    words = [
+        i
+        for i in ids
+        if re.fullmatch(rb" [A-Za-z]{2,}", encoder.tokenizer.decode_single_token_bytes(i))
+    ]
     enough = len(words) >= n
     order = np.random.default_rng(0).permutation(words if enough else ids)
     return torch.from_numpy(order[:n])
@@ -223,7 +240,7 @@ def identical_word_maps(encoder, words, causal=False):
     -> 2 float64 arrays (H, L, L)."""
     logits = A = 0
     for rows in identical_words(encoder, words).split(16):
-        s = encoder.layer_logits(rows, causal=causal).double()          # (16, H, L, L)
+        s = encoder.layer_logits(rows, causal=causal).double()  # (16, H, L, L)
         logits = logits + s.sum(0)
         A = A + s.softmax(-1).sum(0)
     return (logits / len(words)).numpy(), (A / len(words)).numpy()
@@ -234,7 +251,7 @@ def hidden_spread(encoder, words, causal=False):
     at one place, and over the places of one word, specials left out, means over the rest and over
     dimensions -> {name: float}."""
     rows = identical_words(encoder, words)
-    hidden = encoder(rows, causal=causal)[:, 1:-1]              # (n, L-2, C)
+    hidden = encoder(rows, causal=causal)[:, 1:-1]  # (n, L-2, C)
     return {
         "std words": float(hidden.std(0, correction=0).mean()),
         "std places": float(hidden.std(1, correction=0).mean()),
@@ -265,6 +282,7 @@ def position_vectors(encoder):
 
 # --------------------------------------------------------------------------------------------------
 # What words are worth to a position objective
+
 
 @torch.no_grad()
 def worth_of_words(model, corpus, n_rows=512):
@@ -306,8 +324,10 @@ def words_as_text(found):
     """What worth_of_words has found, in a line for people; "" where there was no text."""
     if found["true"] is None:
         return ""
-    text = "position loss: {true:.3f} with the true words, {random:.3f} with random ones, " \
-           "{shuffled:.3f} with the row's own in another order".format(**found)
+    text = (
+        "position loss: {true:.3f} with the true words, {random:.3f} with random ones, "
+        "{shuffled:.3f} with the row's own in another order".format(**found)
+    )
     if found["auc"] is not None:
         text += f"; moved tokens told from the others: AUC {found['auc']:.3f} (chance .5)"
     return text
@@ -339,15 +359,15 @@ def believed(objective, encoder, hidden, batch):
     pairs of a word; did they stay (n,); and the share of (stayed, moved) pairs in which the first
     is believed more, a tie being half a one: the AUC, NaN where all moved or none."""
     head = objective.head
-    scores = head.scores(encoder, hidden, batch)                # (B, L-2, L-2, H)
+    scores = head.scores(encoder, hidden, batch)  # (B, L-2, L-2, H)
     for s, pos, is_word in zip(scores, batch["pos"], batch["eligible"]):
         place = is_word.nonzero()[:, 0]
         pos = pos[place]
-        given = pos - pos[:, None]                              # (n, n)
+        given = pos - pos[:, None]              # (n, n)
         # The class that a pair has if its given offset is its true one.
         label, _ = objective.targets(given, given, True, True)
-        s = s[place - 1][:, place - 1]                          # [CLS] has no scores
-        p = head.psi(s).float().softmax(-1)                     # (n, n, n_class)
+        s = s[place - 1][:, place - 1]          # [CLS] has no scores
+        p = head.psi(s).float().softmax(-1)     # (n, n, n_class)
         p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
         share = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
         stayed = pos == place
@@ -358,6 +378,7 @@ def believed(objective, encoder, hidden, batch):
 # --------------------------------------------------------------------------------------------------
 # Pictures: {file: [panel, ..], or why it is left out}. A panel is a dict, whose numbers go to
 # probe.json, drawn or not.
+
 
 def maps(titles, matrices, x="key position", y="query position", first=0):
     """first: what row and column 0 stand for. A map of zeros is left out."""
@@ -399,8 +420,12 @@ def proximity(vectors):
         curves[kind] = r, mean / mean[0]
         angles = r[:, None] * frequencies(width)
         curves[f"default sinusoids, width {width}"] = r, angles.cos().mean(1)
-    return lines("proximity of positions (P3 fig 4b)", "offset between the two",
-                 "dot product, as a share of that at 0", curves)
+    return lines(
+        "proximity of positions (P3 fig 4b)",
+        "offset between the two",
+        "dot product, as a share of that at 0",
+        curves,
+    )
 
 
 def learned_frequencies(encoder):
@@ -425,11 +450,11 @@ def positional_logits(encoder, L):
     cfg, heads = encoder.config, encoder.blocks[0].heads
     pos, embed = torch.arange(L)[None], encoder.pe.at["embed"]
     zero = encoder.tok.weight.new_zeros(1, L, cfg.d_model)
-    biases = heads(zero)                                        # (3, 1, H, L, D)
+    biases = heads(zero)                        # (3, 1, H, L, D)
     alone = encoder.logits(0 * biases[0], 0 * biases[1], pos, 0)
     P = embed.embed(pos) if embed else zero
     q, k, _ = heads(P) - biases
-    added = q @ k.transpose(-1, -2) / cfg.d_head ** 0.5
+    added = q @ k.transpose(-1, -2) / cfg.d_head**0.5
     return alone[0], added[0]
 
 
@@ -441,7 +466,7 @@ def pictures_of(encoder, logits):
     alone, added = positional_logits(encoder, logits.shape[-1])
     no_vectors = f"{pe} has no vectors of positions or offsets"
     return {
-        "map.png": maps([f"{pe}: mean logits"], [logits.mean(0)]),              # P3 figs 2, 11
+        "map.png": maps([f"{pe}: mean logits"], [logits.mean(0)]),  # P3 figs 2, 11
         "map_per_head.png": maps(heads, logits),
         "vectors.png": vector_maps(vectors) or no_vectors,
         "proximity.png": proximity(vectors) or no_vectors,
@@ -465,15 +490,16 @@ def draw(file, panels, figure_class):
     for number, panel in enumerate(panels, 1):
         ax = figure.add_subplot(rows, columns, number, **panel["axes"])
         if "matrix" in panel:
-            M = np.ma.masked_invalid(panel["matrix"])           # a causal model's -inf stays white
+            M = np.ma.masked_invalid(panel["matrix"])  # a causal model's -inf stays white
             a = panel["first"] - 0.5
             b = a + len(M)
-            image = ax.imshow(M, "cividis_r", extent=(a, b, b, a))          # dark is high, as in P3
+            image = ax.imshow(M, "cividis_r", extent=(a, b, b, a))  # dark is high, as in P3
             image.set_clim(*np.percentile(M.compressed(), (1, 99)))
             figure.colorbar(image, ax=ax, shrink=0.8)
         else:
-            ax.set_prop_cycle(color=4 * COLOURS,
-                              linestyle=np.repeat(["-", "--", ":", "-."], len(COLOURS)))
+            ax.set_prop_cycle(
+                color=4 * COLOURS, linestyle=np.repeat(["-", "--", ":", "-."], len(COLOURS))
+            )
             for name, (x, y) in panel["curves"].items():
                 ax.plot(x, y, marker=".", label=name)
             ax.grid(alpha=0.3)
@@ -483,6 +509,7 @@ def draw(file, panels, figure_class):
 
 # --------------------------------------------------------------------------------------------------
 # What is written and printed
+
 
 def plain(x):
     """What JSON can hold: arrays to seven decimals, NaN null, infinity "inf" (and -inf, a causal
@@ -531,6 +558,7 @@ def print_table(rows):
 # --------------------------------------------------------------------------------------------------
 # One run, and many
 
+
 def examine(path, cache):
     """What --ckpt and --runs have in common -> model in float64, the mean logits (H, L, L), the one
     map A (L, L), {name: finding}. Raises ValueError, OSError."""
@@ -545,30 +573,40 @@ def examine(path, cache):
     chosen = probe_words(encoder)
     logits, A = identical_word_maps(encoder, chosen, model.causal)
     A = A.mean(0)                               # averaged over heads and words, then judged
-    return model, logits, A, {
-        "pe": encoder.config.pe,
-        "objective": "+".join(model.names),
-        "indicators": {
-            "with_specials": indicators(A),
-            "without_specials": indicators(A[1:-1, 1:-1]),      # rows, columns of [CLS] and [SEP]
+    return (
+        model,
+        logits,
+        A,
+        {
+            "pe": encoder.config.pe,
+            "objective": "+".join(model.names),
+            "indicators": {
+                "with_specials": indicators(A),
+                "without_specials": indicators(A[1:-1, 1:-1]),  # rows, columns of [CLS] and [SEP]
+            },
+            "words": words,
+            **hidden_spread(encoder, chosen[:64], model.causal),
         },
-        "words": words,
-        **hidden_spread(encoder, chosen[:64], model.causal),
-    }
+    )
 
 
-def probe_run(path, cache, out_dir):                    # --ckpt
+def probe_run(path, cache, out_dir):            # --ckpt
     model, logits, A, run = examine(path, cache)
     table = []
     for name, values in run["indicators"].items():
         table.append({"": name.replace("_", " "), **values})
     print_table(table)
-    print(f"last hidden states: standard deviation over words at one place {run['std words']:.3f}, "
-          f"over the places of one word {run['std places']:.3f}")
+    print(
+        f"last hidden states: standard deviation over words at one place {run['std words']:.3f}, "
+        f"over the places of one word {run['std places']:.3f}"
+    )
     if position_objective(model):
         print(words_as_text(run["words"]))
-    write(out_dir or beside(path, "probe"), {"ckpt": str(path), **run, "map": A},
-          pictures_of(model.encoder, logits))
+    write(
+        out_dir or beside(path, "probe"),
+        {"ckpt": str(path), **run, "map": A},
+        pictures_of(model.encoder, logits),
+    )
 
 
 def beside(path, name):
@@ -590,20 +628,24 @@ def read_run(folder, name, cache):
         for metric, value in result["metrics"].items():
             key = f"{result['task']} {metric}", result["lr"]
             by_lr.setdefault(key, []).append(value)
-    for (score, _), values in by_lr.items():            # median over seeds, at the best lr
+    for (score, _), values in by_lr.items():    # median over seeds, at the best lr
         best = scores.get(score, -math.inf)
         scores[score] = max(best, float(np.median(values)))
-    return logits.mean(0), losses, {
-        "run": name,
-        **run,
-        "steps": facts["step"],
-        "val_loss": losses[-1][1] if losses else None,
-        **found["with_specials"],
-        "aiv w/o": found["without_specials"]["aiv"],
-        **{f"words {kind}": value for kind, value in run["words"].items()},
-        "scores": scores,
-        "args": facts["args"],
-    }
+    return (
+        logits.mean(0),
+        losses,
+        {
+            "run": name,
+            **run,
+            "steps": facts["step"],
+            "val_loss": losses[-1][1] if losses else None,
+            **found["with_specials"],
+            "aiv w/o": found["without_specials"]["aiv"],
+            **{f"words {kind}": value for kind, value in run["words"].items()},
+            "scores": scores,
+            "args": facts["args"],
+        },
+    )
 
 
 def intact_rows(file, *keys):
@@ -620,8 +662,10 @@ def comparable(results, steps):
     """Rows of results.jsonl that say what the run's last checkpoint is good for, by each task's
     last settings: no other checkpoint, no second evaluation, no frozen encoder, no start from a
     fine-tuned model."""
+
     def settings(r):
         return [r.get(key) for key in "recipe epochs n_train length".split()]
+
     kept = []
     for r in results:
         if r["ckpt"] == "bow" or r["ckpt"].endswith(")") or r.get("step", steps) != steps:
@@ -671,14 +715,14 @@ def over_runs(patterns, read):
     for folder in sorted(folders):
         try:
             found.append(read(folder, os.path.relpath(folder, root)))
-        except Exception as error:                      # whatever ails it, the others still count
+        except Exception as error:  # whatever ails it, the others still count
             print(f"{folder} left out: {type(error).__name__}: {error}")
     if not found:
         raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
     return root, found
 
 
-def compare_runs(patterns, cache, out_dir):             # --runs
+def compare_runs(patterns, cache, out_dir):     # --runs
     """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps
     and losses of all."""
     runs, grid, panels, losses = [], [], [], {}
@@ -697,29 +741,37 @@ def compare_runs(patterns, cache, out_dir):             # --runs
             print(f"--{flag} differs: {values}")
     table5 = correlations(runs)
     if table5:
-        print("\nPearson's r of indicators and scores (P3 table 5); positive: better where the "
-              "property is violated")
+        print(
+            "\nPearson's r of indicators and scores (P3 table 5); positive: better where the "
+            "property is violated"
+        )
         print_table(table5)
     else:
-        print("no correlations with tasks: they take 3 runs of one objective, pe none aside, with "
-              "results of finetune.py")
-    for objective, curves in losses.items():            # a panel each: they are not comparable
+        print(
+            "no correlations with tasks: they take 3 runs of one objective, pe none aside, with "
+            "results of finetune.py"
+        )
+    for objective, curves in losses.items():    # a panel each: they are not comparable
         panels += lines(objective, "step", "validation loss", curves)
-    write(out_dir or root / "probe", {"runs": runs, "correlations": table5},
-          {"maps.png": grid, "losses.png": panels or "no run has a log with val_loss"})
+    write(
+        out_dir or root / "probe",
+        {"runs": runs, "correlations": table5},
+        {"maps.png": grid, "losses.png": panels or "no run has a log with val_loss"},
+    )
 
 
 # --------------------------------------------------------------------------------------------------
 # Over a run's checkpoints
+
 
 def context_cosines(vectors, eligible):
     """Mean cosine of a token with the others of its row, and with those of other rows (P2 app.
     A.3). P2 samples one of each for every token; here all are taken: the same mean, no noise
     (departure). (B, L, C), (B, L) bool -> {name: float}."""
     g = F.normalize(vectors.double(), dim=-1) * eligible[..., None]
-    m = eligible.sum(1, keepdim=True)                           # (B, 1) tokens of a row
-    own = g.sum(1, keepdim=True)                                # (B, 1, C) their sum
-    intra = ((g * own).sum(-1) - 1) / (m - 1)                   # (B, L), less the token with itself
+    m = eligible.sum(1, keepdim=True)           # (B, 1) tokens of a row
+    own = g.sum(1, keepdim=True)                # (B, 1, C) their sum
+    intra = ((g * own).sum(-1) - 1) / (m - 1)   # (B, L), less the token with itself
     inter = (g * (own.sum(0) - own)).sum(-1) / (m.sum() - m)
     counted = eligible & (m > 1) & (m.sum() > m)
     intra, inter = float(intra[counted].mean()), float(inter[counted].mean())
@@ -736,12 +788,12 @@ def pair_cosines(encoder, file):
         if len(words) != 2:
             raise ValueError(f"{file}, line {number} is not word<TAB>word<TAB>score")
         pieces = [encoder.tokenizer.encode_ordinary(" " + word) for word in words]
-        one, two = [encoder.tok.weight[ids].mean(0) for ids in pieces]          # (C,)
+        one, two = [encoder.tok.weight[ids].mean(0) for ids in pieces]  # (C,)
         cosines.append(F.cosine_similarity(one, two, dim=0))
     return torch.stack(cosines)
 
 
-def dynamics(folder, pairs, cache, out_dir):            # --dynamics
+def dynamics(folder, pairs, cache, out_dir):    # --dynamics
     """How contexts and words come together and apart (P2 figs 3, 6), how positions take shape (P3
     fig 8)."""
     folder, tokens = Path(folder), None
@@ -772,18 +824,25 @@ def dynamics(folder, pairs, cache, out_dir):            # --dynamics
                 points = [(row["step"], row[name]) for row in table]
                 found[name] = np.array(points).T
         return lines(title, "step", "mean cosine", found)
+
     numbers = {"run": str(folder), "rows": len(tokens), "steps": table}
-    write(out_dir or folder / "dynamics", numbers, {
-        "contexts.png": curves("hidden states", "intra-context", "inter-context")
-        + curves("their gap", "contextual score"),
-        "words.png": curves(f"embeddings of the pairs in {pairs}", "word pairs") or "no --pairs",
-        "vectors.png": shapes or f"{cfg.pe} has no vectors of positions or offsets",
-    })
+    write(
+        out_dir or folder / "dynamics",
+        numbers,
+        {
+            "contexts.png": curves("hidden states", "intra-context", "inter-context")
+            + curves("their gap", "contextual score"),
+            "words.png": curves(f"embeddings of the pairs in {pairs}", "word pairs")
+            or "no --pairs",
+            "vectors.png": shapes or f"{cfg.pe} has no vectors of positions or offsets",
+        },
+    )
 
 
 # --------------------------------------------------------------------------------------------------
 # Minimal pairs (BLiMP, Warstadt et al. 2020): which of two sentences is likelier? Nothing is
 # trained for it. Two orders of the same tokens are one bag of words: only who knows order can tell.
+
 
 def read_pairs(path):
     """A .jsonl file, plain or compressed, or a folder of such -> a table with a row a pair: good,
@@ -796,16 +855,19 @@ def read_pairs(path):
                 row = row if isinstance(row, dict) else {}
                 texts = row.get("sentence_good"), row.get("sentence_bad")
                 if not all(isinstance(text, str) and text for text in texts):
-                    raise ValueError(f"{file}, row {number}: sentence_good and sentence_bad must "
-                                     "be texts")
+                    raise ValueError(
+                        f"{file}, row {number}: sentence_good and sentence_bad must be texts"
+                    )
                 paradigm = str(row.get("UID") or file.name.partition(".jsonl")[0])
                 phenomenon = str(row.get("linguistics_term") or paradigm)
-                if phenomenon == "s-selection":         # one of the paper's 12 has its paradigms
+                if phenomenon == "s-selection":  # one of the paper's 12 has its paradigms
                     phenomenon = "argument_structure"
                 pairs.append((*texts, paradigm, phenomenon))
     if not pairs:
-        raise ValueError(f"no pairs in {path}: --blimp takes .jsonl files, such as data/*.jsonl of "
-                         "huggingface.co/datasets/alexwarstadt/blimp")
+        raise ValueError(
+            f"no pairs in {path}: --blimp takes .jsonl files, such as data/*.jsonl of "
+            "huggingface.co/datasets/alexwarstadt/blimp"
+        )
     return pandas.DataFrame(pairs, columns="good bad paradigm phenomenon".split())
 
 
@@ -817,21 +879,21 @@ def pseudo_log_likelihoods(model, tokens, starts):
     pieces begin a word -> (2, B)
     """
     encoder, mlm, (B, L) = model.encoder, model.objectives["mlm"], tokens.shape
-    word = starts[tokens[:, 1:-1]].cumsum(1)                    # (B, n): its number
+    word = starts[tokens[:, 1:-1]].cumsum(1)    # (B, n): its number
     # Row i of a sentence masks token i, or i and what follows it in its word.
     alone = torch.eye(L - 2, device=tokens.device).expand(B, -1, -1) > 0
-    rest = (word[:, :, None] == word[:, None]).triu()           # (B, n, n)
+    rest = (word[:, :, None] == word[:, None]).triu()  # (B, n, n)
 
-    def log_p(chosen, masks):                                   # (B, n), (B, n, n) bool -> (R,)
+    def log_p(chosen, masks):                   # (B, n), (B, n, n) bool -> (R,)
         sentence, place = chosen.nonzero(as_tuple=True)
-        rows = tokens[sentence]                                 # (R, L)
+        rows = tokens[sentence]                 # (R, L)
         masked = rows.masked_fill(F.pad(masks[chosen], (1, 1)), encoder.config.mask_id)
         at = torch.arange(len(rows), device=rows.device), place + 1
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
         return -cross_entropy(logits, rows[at])
 
     pll = log_p(word >= 0, alone).view(word.shape)
-    split = rest.sum(-1) > 1                                    # elsewhere both rows are the same
+    split = rest.sum(-1) > 1                    # elsewhere both rows are the same
     l2r = pll.masked_scatter(split, log_p(split, rest))
     return torch.stack((pll, l2r)).sum(-1)
 
@@ -839,7 +901,7 @@ def pseudo_log_likelihoods(model, tokens, starts):
 def log_likelihood(model, tokens):
     """clm: the sum of log p(token | those to its left); tokens (B, L) -> (B,)"""
     hidden = model.encoder(tokens, causal=True)[:, :-2]
-    logits = model.objectives["clm"].word_logits(model.encoder, hidden)         # (B, n, V)
+    logits = model.objectives["clm"].word_logits(model.encoder, hidden)  # (B, n, V)
     return -cross_entropy(logits.mT, tokens[:, 1:-1]).sum(1)
 
 
@@ -853,9 +915,9 @@ def offset_likelihood(model, tokens):
     if objective.hides_positions:
         pos = torch.where((place > 0) & (place < L - 1), UNKNOWN_POS, place)
     batch = {"tokens": tokens, "pos": pos}
-    s = objective.head.scores(model.encoder, model.encoder(**batch), batch)     # (B, n, n, H)
+    s = objective.head.scores(model.encoder, model.encoder(**batch), batch)  # (B, n, n, H)
     offset = offset_matrix(place[:, 1:-1]).expand(B, -1, -1)
-    pairs = offset != 0                                         # (B, n, n): n (n - 1) a row
+    pairs = offset != 0                         # (B, n, n): n (n - 1) a row
     label, _ = objective.targets(offset, offset, True, True)
     losses = objective.measure(objective.head.psi(s[pairs]), label[pairs])
     return -losses.view(B, (L - 2) * (L - 3)).mean(1).nan_to_num()
@@ -874,14 +936,16 @@ def sentence_scores(model, sentences):
     elif position_objective(model):
         names, score = ["offsets"], offset_likelihood
     else:
-        raise ValueError(f"{'+'.join(model.names)} cannot say how likely a sentence is: --blimp "
-                         "takes runs of mlm, clm or a position objective")
+        raise ValueError(
+            f"{'+'.join(model.names)} cannot say how likely a sentence is: --blimp "
+            "takes runs of mlm, clm or a position objective"
+        )
     lengths = np.array([len(ids) for ids in sentences])
     scores = np.zeros((len(names), len(sentences)))
     with tqdm(total=len(sentences), desc="minimal pairs", unit=" sentences", leave=False) as bar:
-        for n in np.unique(lengths):                            # one length: nothing to pad
+        for n in np.unique(lengths):            # one length: nothing to pad
             same = np.flatnonzero(lengths == n)
-            size = max(1, BATCH_TOKENS // (n * (n + 2)))        # mlm masks n rows a sentence
+            size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm masks n rows a sentence
             for chosen in np.split(same, np.arange(size, len(same), size)):
                 rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
                 scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
@@ -896,15 +960,17 @@ def count_scores(corpus, sentences):
     count = np.bincount(text, minlength=V)
     pairs = pandas.Series(text[:-1] * V + text[1:]).value_counts()
     ids = np.concatenate(sentences)
-    left = np.concatenate([[V - 6, *ids[:-1]] for ids in sentences])            # [SEP] comes first
+    left = np.concatenate([[V - 6, *ids[:-1]] for ids in sentences])  # [SEP] comes first
     p = (count[ids] + 1) / (len(text) + V)
     bigram = pairs.reindex(left * V + ids, fill_value=0) + PRIOR * p
     number = np.repeat(np.arange(len(sentences)), [len(ids) for ids in sentences])
-    return {"bigram": np.bincount(number, np.log(bigram / (count[left] + PRIOR))),
-            "unigram": np.bincount(number, np.log(p))}
+    return {
+        "bigram": np.bincount(number, np.log(bigram / (count[left] + PRIOR))),
+        "unigram": np.bincount(number, np.log(p)),
+    }
 
 
-def judge_pairs(path, name, pairs, cache, out_dir=None):        # --blimp
+def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     """The share of pairs whose good sentence a run finds likelier, a tie being half a one; prints
     and writes it -> what probe.json holds. Raises ValueError, OSError."""
     model = load_pretraining(path)
@@ -960,7 +1026,7 @@ def phenomena_of(runs):
     return lines("minimal pairs", "share of pairs right", "", curves)
 
 
-def compare_pairs(patterns, pairs, cache, out_dir):             # --blimp with --runs
+def compare_pairs(patterns, pairs, cache, out_dir):  # --blimp with --runs
     root, runs = over_runs(patterns, partial(judge_pairs, pairs=pairs, cache=cache))
     table = []
     for run in runs:
@@ -973,6 +1039,7 @@ def compare_pairs(patterns, pairs, cache, out_dir):             # --blimp with -
 # --------------------------------------------------------------------------------------------------
 # A try
 
+
 def row(encoder, *texts):
     """-> [CLS] text [SEP] .. as (1, L). A [MASK] takes its leading space with it, as in training.
     Raises ValueError when the row is longer than the model's."""
@@ -982,8 +1049,9 @@ def row(encoder, *texts):
         text = text.replace(" [MASK]", "[MASK]")
         ids += *encoder.tokenizer.encode(text, allowed_special="all"), cfg.sep_id
     if not 4 <= len(ids) <= cfg.max_len:
-        raise ValueError(f"the text has {len(ids) - 2} tokens; between 2 and {cfg.max_len - 2} "
-                         "fit this model")
+        raise ValueError(
+            f"the text has {len(ids) - 2} tokens; between 2 and {cfg.max_len - 2} fit this model"
+        )
     return torch.tensor([ids])
 
 
@@ -991,8 +1059,8 @@ def fill_masks(encoder, mlm, text, k=5):
     """The k likeliest words for each [MASK] -> [[(word, probability)]]."""
     answers = []
     tokens = row(encoder, text)
-    hidden = encoder(tokens)[tokens == encoder.config.mask_id]                  # (n, C)
-    logits = mlm.word_logits(encoder, hidden)[:, :encoder.config.cls_id]        # not a special
+    hidden = encoder(tokens)[tokens == encoder.config.mask_id]  # (n, C)
+    logits = mlm.word_logits(encoder, hidden)[:, : encoder.config.cls_id]  # not a special
     p, best = logits.softmax(-1).topk(k)
     for ids, q in zip(best[..., None].tolist(), p.tolist()):
         words = encoder.tokenizer.decode_batch(ids)
@@ -1005,8 +1073,8 @@ def go_on(encoder, clm, text):
     tokens = row(encoder, text)[:, :-1]
     n_given = tokens.size(1)
     for _ in range(min(NEXT_TOKENS, encoder.config.max_len - n_given)):
-        last = encoder(tokens, causal=True)[:, -1:]                             # (1, 1, C)
-        logits = clm.word_logits(encoder, last)[..., :encoder.config.cls_id]
+        last = encoder(tokens, causal=True)[:, -1:]  # (1, 1, C)
+        logits = clm.word_logits(encoder, last)[..., : encoder.config.cls_id]
         tokens = torch.cat((tokens, logits.argmax(-1)), 1)
     return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
 
@@ -1046,14 +1114,14 @@ def best_order(scores, given):
     i, j = torch.triu_indices(n, n, 1)
     exchange, others = torch.arange(1, len(i) + 1), ~torch.eye(n, dtype=torch.bool)
     offset = (scores.softmax(-1) @ torch.arange(1.0 - L, L)).fill_diagonal_(0)
-    rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()    # right of others: late
+    rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()  # right of others: late
     ends = []
     for pos in (given, given.sort().values[rank]):
         best = None
         while best != 0:
-            tried = pos.repeat(len(i) + 1, 1)                   # as it is, then a row an exchange
+            tried = pos.repeat(len(i) + 1, 1)   # as it is, then a row an exchange
             tried[exchange, i], tried[exchange, j] = pos[j], pos[i]
-            r = tried[:, None] - tried[:, :, None] + L - 1      # (exchanges + 1, n, n)
+            r = tried[:, None] - tried[:, :, None] + L - 1  # (exchanges + 1, n, n)
             found = scores.expand(len(tried), -1, -1, -1).gather(-1, r[..., None])[..., 0]
             total = (found * others).sum((1, 2))
             total[(tried == given).all(1)] = -math.inf
@@ -1087,13 +1155,16 @@ def who_moved(encoder, objective, text, seed=0):
     and the AUC of this."""
     words, batch, hidden = shuffled(encoder, objective, text, seed)
     if len(words) < 4:
-        raise ValueError(f"the text has {len(words)} tokens; take at least 4, so that some move "
-                         "and some stay")
+        raise ValueError(
+            f"the text has {len(words)} tokens; take at least 4, so that some move and some stay"
+        )
     [(share, stayed, area)] = believed(objective, encoder, hidden, batch)
     for word, p, stays in zip(words, share, stayed):
         print(f"{p:.2f} {'stayed' if stays else 'moved '} {word!r}")
-    print("the number: how much of a word's offsets the model believes; AUC "
-          f"{area:.2f} (1: told apart, .5: chance)")
+    print(
+        "the number: how much of a word's offsets the model believes; AUC "
+        f"{area:.2f} (1: told apart, .5: chance)"
+    )
 
 
 def what_context_gives(model, texts):
@@ -1104,12 +1175,12 @@ def what_context_gives(model, texts):
         batch = new_batch(tokens, encoder.config.vocab_size)
         hidden = encoder(tokens, causal=model.causal)
         e = model.objectives["tc"].embedding(encoder, batch)
-        g.append((hidden - e)[0, 1:-1])                         # (n, C)
-    g = torch.nn.utils.rnn.pad_sequence(g, True)                # (2, n, C), with zeros
+        g.append((hidden - e)[0, 1:-1])         # (n, C)
+    g = torch.nn.utils.rnn.pad_sequence(g, True)  # (2, n, C), with zeros
     return context_cosines(g, g.any(-1))
 
 
-def try_text(path, text):                               # --text
+def try_text(path, text):                       # --text
     """Print what the run's objective has to say about a text. Raises ValueError where it has
     nothing."""
     model = load_pretraining(path)
@@ -1129,26 +1200,34 @@ def try_text(path, text):                               # --text
         print(f"the second part follows the first: probability {p:.3f}")
     elif "|||" in text and "tc" in heads:
         found = what_context_gives(model, parts)
-        print("mean cosine of what context gives to tokens: "
-              f"{found['intra-context']:.3f} within the texts, {found['inter-context']:.3f} across")
+        print(
+            "mean cosine of what context gives to tokens: "
+            f"{found['intra-context']:.3f} within the texts, {found['inter-context']:.3f} across"
+        )
     elif is_plain and "pplm_binary" in heads:
         who_moved(encoder, position, text)
     elif is_plain and position:
         tries = [put_in_order(encoder, position, text, seed) for seed in range(SHUFFLES)]
         words, given, found = tries[0]
+
         def text_in(order):
             return "|".join(words[i] for i in order)
+
         true = "|".join(words)
         print(f"given:  {text_in(given)}\nmodel:  {text_in(found)}\ntrue:   {true}")
         exact = sum(text_in(order) == true for _, _, order in tries)
-        print(f"pairs in the right order: {pairs_right(given):.0%} as given, "
-              f"{pairs_right(found):.0%} as the model puts them\n"
-              f"of {SHUFFLES} shuffles of this text it undoes {exact}")
+        print(
+            f"pairs in the right order: {pairs_right(given):.0%} as given, "
+            f"{pairs_right(found):.0%} as the model puts them\n"
+            f"of {SHUFFLES} shuffles of this text it undoes {exact}"
+        )
     elif is_plain and "clm" in heads:
         print(f"{text} -> {go_on(encoder, heads['clm'], text)!r}")
     else:
-        raise ValueError(f"objective {'+'.join(model.names)}: write [MASK] for mlm, 'one ||| "
-                         "another' for nsp and tc, or neither")
+        raise ValueError(
+            f"objective {'+'.join(model.names)}: write [MASK] for mlm, 'one ||| "
+            "another' for nsp and tc, or neither"
+        )
 
 
 def parse_args(argv=None):

@@ -19,19 +19,22 @@ ROWS = ROOT / "results" / "runs.jsonl"
 OUT = "out/results"
 
 # table: {run: flags of train.py}. What two tables have in common is trained once.
-READ = "--pe tupe_r --pos_rate .15 --n_head 16 --batch_size 16 --steps 3000 --objective"
+READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
 KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size block_size".split()
 PPLM = "--pe tupe_r --objective pplm"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
 TABLES = {
     "demo": {"mlm": "--pe tupe_r", "mlm-abs": "--pe abs", "pplm": PPLM},
     "seeds": {
-        "read": f"{READ} mlm+pplm --steps 5000",
-        "read-1": f"{READ} mlm+pplm --steps 5000 --seed 1",
-        "read-2": f"{READ} mlm+pplm --steps 5000 --seed 2",
+        "read": f"{READ} mlm+pplm --steps 3000",
+        "read-1": f"{READ} mlm+pplm --steps 3000 --seed 1",
+        "read-2": f"{READ} mlm+pplm --steps 3000 --seed 2",
+        "b16": f"{READ} mlm+pplm --steps 5000 --batch_size 16",
+        "b16-1": f"{READ} mlm+pplm --steps 5000 --batch_size 16 --seed 1",
+        "b16-2": f"{READ} mlm+pplm --steps 5000 --batch_size 16 --seed 2",
     },
     "reading": {
-        "read-3000": f"{READ} mlm+pplm",
+        "read-1500": f"{READ} mlm+pplm",
         "read-pplm": f"{READ} pplm",
         "read-pmlm": f"{READ} mlm+pmlm",
         "read-some": f"{READ} mlm+pplm_some",
@@ -41,14 +44,14 @@ TABLES = {
         "read-.60": f"{READ} mlm+pplm --pos_rate .60",
         "read-content": f"{READ} mlm+pplm --pair_scores content",
         "read-linear": f"{READ} mlm+pplm --pair_head linear",
-        "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 32",
+        "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 64",
         "pplm": PPLM,
         "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
     },
     "docs": {
         "scratch": NONE,
         "mlm": "--pe tupe_r",
-        "read": f"{READ} mlm+pplm --steps 5000",
+        "read": f"{READ} mlm+pplm --steps 3000",
         "pplm": PPLM,
         "taco": "--pe tupe_r --objective taco",
     },
