@@ -5,12 +5,12 @@
     hidden = encoder(tokens)                              # (B, L) token ids -> (B, L, C)
 
 Letters: B batch, L length, C width (d_model), H heads, D = C/H, i query, j key. Tables of absolute
-positions have max_len + 1 rows: the last one is the unknown, hidden position. Offsets are
-r_ij = pos_j - pos_i, key minus query. P0 is the paper on relative position prediction, P1 TUPE,
-P3 "On Position Embeddings in BERT".
+positions have max_len + 1 rows: row max_len is the unknown, hidden position (TUPE's theta_1 and
+theta_2 follow it). Offsets are r_ij = pos_j - pos_i, key minus query. P0 is the paper on relative
+position prediction, P1 TUPE, P3 "On Position Embeddings in BERT".
 
 An attention logit is    s_ij = q_i . k_j / sqrt(scale_terms * D) + bias_ij.
-A scheme is a sum of components, and a component overrides one or more of four hooks, nothing else:
+A scheme is a sum of components, and a component overrides some of four hooks, nothing else:
 
 name (--pe)         from            hooks          what it adds
 none                P3              -              nothing: a bag of words
@@ -126,14 +126,14 @@ class EncoderConfig:
 
 
 def offset_matrix(pos):
-    """(B, L) positions -> (B, L, L) offsets r_ij = pos_j - pos_i. P3 writes i - j: a relabelling
-    (departure)."""
+    """(1 or B, L) positions -> (1 or B, L, L) offsets r_ij = pos_j - pos_i. P3 writes i - j: a
+    relabelling (departure)."""
     return pos[:, None, :] - pos[:, :, None]
 
 
 def hidden_pairs(pos):
-    """(B, L) -> (B, L, L) bool: i != j and at least one end hidden. i = j is by index, so it keeps
-    offset 0."""
+    """(1 or B, L) -> (1 or B, L, L) bool: i != j and at least one end hidden. i = j is by index, so
+    it keeps offset 0."""
     hidden = pos == UNKNOWN_POS
     diagonal = torch.eye(
         pos.size(1), dtype=torch.bool, device=pos.device
@@ -229,7 +229,9 @@ class Component(nn.Module):
         """-> (1 or B, L, C), added to the token embedding."""
 
     def bias(self, pos):
-        """-> (1 or B, H, L, L) logits without words, made once a forward, shared by all layers."""
+        """-> (1 or B, H, L, L) logits without words, made once for all layers of an encoder (and
+        once more for the pair head). Pairs with a hidden end (hidden_pairs) have a value of their
+        own: their offset would be nonsense."""
 
     def edit_qk(self, q, k, pos):
         """q, k (B, H, L, D) -> the same, edited, in every layer."""
@@ -694,7 +696,7 @@ class PositionalScheme(nn.Module):
 
     def bias_and_mask(self, pos, pad, causal, dtype):
         """What is added to the logits of every layer: the scheme's bias, and -inf where pad or
-        causal forbid to look -> (1 or B, 1 or H, L, L), or None."""
+        causal forbid to look -> (1 or B, 1 or H, 1 or L, L), or None."""
         bias = masked = None
         if self.at["bias"]:
             bias = self.at["bias"].bias(pos)

@@ -1226,7 +1226,7 @@ def try_text(path, text):                       # --text
     else:
         raise ValueError(
             f"objective {'+'.join(model.names)}: write [MASK] for mlm, 'one ||| "
-            "another' for nsp and tc, or neither"
+            "another' for nsp and tc, a plain text for clm and positions; nothing else can be tried"
         )
 
 

@@ -175,7 +175,8 @@ def naive_bucket(r):
 class Naive:
     """One attention layer of an encoder, a pair at a time; reads the encoder's own parameters.
 
-    h is the head, (i, j) query and key, (pi, pj) their positions, -1 for a hidden one.
+    h is the head, (i, j) query and key, (pi, pj) their positions, -1 for a hidden one. Of model.py
+    it takes weights only: part.positions holds TUPE's p, U_Q and U_K, part.offsets T5's table.
     """
 
     KNOWN = set("none abs sin lsin rel rel_k rsin rlsin t5 bert_ad tupe_a tupe_r tupe_a_tie_cls "
@@ -184,7 +185,8 @@ class Naive:
     def __init__(self, encoder):
         self.cfg, self.parts = encoder.config, encoder.pe.parts
         for name in self.parts.keys() - self.KNOWN:
-            pytest.fail(f"write {name} into class Naive: its equation, for one pair at a time")
+            pytest.fail(f"write {name} into class Naive: its name into KNOWN, its equation for one "
+                        "pair into positional (a bias) or where its kin are")
         self.D, self.H, self.T = self.cfg.d_head, self.cfg.n_head, self.cfg.max_len
 
     def head(self, vector, h):

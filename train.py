@@ -154,6 +154,8 @@ class TrainConfig:
 def parse_args(argv=None):
     """Flags over preset over defaults -> namespace with every value set. Exits with 2 on a
     mistake."""
+    # Every field of these dataclasses that has a help text is a flag (common.add_settings);
+    # pick_fields makes the dataclass of a run out of the flags again.
     lines = [
         f"--pe: {', '.join(PE_NAMES)}",
         f"--objective: {', '.join(OBJECTIVES)}",
@@ -458,8 +460,8 @@ def train(args, progress):
         )
     elif main_process:
         print(
-            f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder} --text 'a sentence "
-            f"of yours'   |   python finetune.py --task docs --ckpt {folder}"
+            f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder}   (--text tries it: "
+            f"probe.py --help)   |   python finetune.py --task docs --ckpt {folder}"
         )
         if probe.position_objective(model):
             print(probe.words_as_text(probe.worth_of_words(model, corpus)))

@@ -24,7 +24,7 @@ KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size block_size"
 PPLM = "--pe tupe_r --objective pplm"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
 TABLES = {
-    "demo": {"mlm": "--pe tupe_r", "mlm-abs": "--pe abs", "pplm": PPLM},
+    "demo": {"mlm": "--pe tupe_r", "pplm": PPLM},
     "seeds": {
         "read": f"{READ} mlm+pplm --steps 3000",
         "read-1": f"{READ} mlm+pplm --steps 3000 --seed 1",
@@ -65,6 +65,8 @@ FINETUNE = {
         "--task sst2 --limit_train 20000 --seeds 3",
     ],
 }
+for pe in "abs sin t5 rel bert_ad tupe_a rope".split():
+    TABLES["demo"][f"mlm-{pe}"] = f"--pe {pe}"
 for pe in ("tupe_r", "abs"):
     for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
         flags = f"--preset lab --pe {pe} --objective {objective}"
@@ -101,6 +103,7 @@ def run(table, name):
     first, *lines = read(folder / "log.jsonl")
     row = {"table": table, "run": name, "git": first["git"], "baselines": first["baselines"]}
     row["args"] = {key: first["args"][key] for key in KEPT}
+    row["curve"] = [[x["step"], round(x["loss"], 3)] for x in lines]
     row["minutes"] = statistics.mean(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
     row["words"] = json.loads((folder / "probe" / "probe.json").read_text())["words"]
