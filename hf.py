@@ -212,7 +212,7 @@ def card(run, checkpoint):
         words = ["--preset", args["preset"]]
         usual = vars(parse_args(words))
         for flag, value in args.items():
-            if value != usual.get(flag):
+            if value != usual.get(flag) and flag not in ("out_dir", "cache", "resume"):
                 words.append(f"--no-{flag}" if value is False else f"--{flag}")
                 values = value if isinstance(value, tuple) else [value]
                 words += [str(one) for one in values if not isinstance(one, bool)]
