@@ -51,6 +51,7 @@ TABLES = {
     "docs": {
         "scratch": NONE,
         "mlm": "--pe tupe_r",
+        "mlm-3000": "--pe tupe_r --n_head 16 --steps 3000",
         "read": f"{READ} mlm+pplm --steps 3000",
         "pplm": PPLM,
         "taco": "--pe tupe_r --objective taco",
@@ -108,7 +109,7 @@ def run(table, name):
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
     row["words"] = json.loads((folder / "probe" / "probe.json").read_text())["words"]
     row["scores"] = {}
-    for result in read(folder / "results.jsonl"):
+    for result in read(folder / "results.jsonl") if table in FINETUNE else ():
         for metric, value in result["metrics"].items():
             row["scores"].setdefault(f"{result['task']} {metric}", []).append(round(value, 4))
     return row
