@@ -995,6 +995,8 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     reordered = right[ids.good.map(sorted) == ids.bad.map(sorted)]
     paradigms = right.groupby(ids.paradigm).mean()
     table = right.groupby(ids.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
+    first = right.columns[0]  # pll, or the one score of the objective
+    phenomena = table[first].to_dict()
     table.loc["mean"] = paradigms.mean()
     table.loc["order-only"] = reordered.mean()
     run = {
@@ -1008,8 +1010,18 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
         "order-only ties": (reordered == 0.5).sum().to_dict(),
         "scores": table.to_dict(),
         "paradigms": paradigms.to_dict(),
+        "blimp": {
+            "mean": table[first]["mean"],
+            "order_only": table[first]["order-only"],
+            "order_only_pairs": len(reordered),
+            "ties": int((right[first] == 0.5).sum()),
+            "pairs": len(right),
+            "left_out": len(pairs) - len(right),
+            "phenomena": phenomena,
+            "paradigms": paradigms[first].to_dict(),
+        },
     }
-    for key in list(run)[:-2]:
+    for key in list(run)[:-3]:
         print(f"{key}: {run[key]}")
     print_table(table.reset_index(names="phenomenon").to_dict("records"))
     write(out_dir or beside(path, "blimp"), run, {"phenomena.png": phenomena_of([run])})

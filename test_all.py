@@ -4083,6 +4083,13 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     none = runs["none"]
     assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
     assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
+    # The run's own first score, under names that other programs read.
+    expected = dict(order_only=0.5, order_only_pairs=3, pairs=5, left_out=1)
+    assert expected.items() <= none["blimp"].items()
+    assert none["blimp"]["ties"] == none["ties"]["pll"]
+    assert none["blimp"]["mean"] == none["scores"]["pll"]["mean"]
+    assert none["blimp"]["paradigms"] == none["paradigms"]["pll"]
+    assert list(none["blimp"]["phenomena"]) == ["argument_structure", "long", "own"]
     assert none["scores"]["pll"]["order-only"] == none["scores"]["unigram"]["order-only"] == 0.5
     assert list(none["scores"]["pll"]) == ["argument_structure", "long", "own", "mean",
                                            "order-only"]
