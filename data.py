@@ -34,6 +34,7 @@ import inspect
 import itertools
 import json
 import lzma
+import math
 import operator
 import os
 import platform
@@ -72,6 +73,7 @@ DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
 AHEAD = 2_000_000               # characters read ahead of the tokenizer: bounds memory
 BOOKS_ROWS = 1000               # BookCorpus mirrors hold a sentence a row: so many make a document
 PATIENCE = 15                   # seconds in which the hub must answer
+EVAL_ROWS, EVAL_BATCH = 512, 32     # fixed rows on which every run is validated
 
 
 @dataclass
@@ -187,6 +189,7 @@ OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def files_source(files, text_column):
+    """Local files -> Source; they are read when asked for. Raises OSError."""
     stats, parts = [], []
     for file in files:
         name, size = os.path.basename(file), os.path.getsize(file)
@@ -611,6 +614,20 @@ def one_remedy(folder):
 
 
 # --------------------------------------------------------------------------------------------------
+
+def validation_rows(corpus, n_rows, L):
+    """At most n_rows of them, from all over, for documents are in order -> (n, L) int64."""
+    there = corpus.n_rows("val", L)
+    chosen = np.linspace(0, there - 1, min(there, n_rows)).astype(int)
+    return torch.from_numpy(corpus.rows("val", chosen, L))
+
+
+def validation_batches(corpus, L):
+    """What every run is validated on -> tuple of (b, L), b about EVAL_BATCH: a batch of a single
+    row would have no other row to draw from."""
+    rows = validation_rows(corpus, EVAL_ROWS, L)
+    return rows.tensor_split(math.ceil(len(rows) / EVAL_BATCH))
+
 
 def word_starts(tokenizer, vocab_size):
     """(V,) bool: which pieces begin a word, i.e. do not begin with a letter or a digit. Specials

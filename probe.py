@@ -54,7 +54,15 @@ from common import (
     setting,
     write_json,
 )
-from data import OPENERS, json_rows, open_corpus, readable, word_starts
+from data import (
+    OPENERS,
+    json_rows,
+    open_corpus,
+    readable,
+    validation_batches,
+    validation_rows,
+    word_starts,
+)
 from model import (
     MAX_OFFSET,
     UNKNOWN_POS,
@@ -145,13 +153,6 @@ def own_corpus(model, cache):
         f"the run's text ({data['dataset']}) is not prepared in {cache}; --cache "
         "names another place"
     )
-
-
-def validation_rows(corpus, n_rows, L):
-    """From all over: documents are in order -> (n, L)."""
-    n = corpus.n_rows("val", L)
-    chosen = np.linspace(0, n - 1, min(n, n_rows)).astype(int)
-    return torch.from_numpy(corpus.rows("val", chosen, L))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def position_vectors(encoder):
 
 
 @torch.no_grad()
-def worth_of_words(model, corpus, n_rows=512):
+def worth_of_words(model, corpus):
     """A position objective's loss, in nats, on validation rows with their own words, with random
     ones, and with their own in another order.
 
@@ -296,22 +297,20 @@ def worth_of_words(model, corpus, n_rows=512):
     """
     objective = position_objective(model)
     encoder, cfg = model.encoder, model.encoder.config
-    rows = validation_rows(corpus, n_rows, cfg.max_len).to(encoder.tok.weight.device)
-    text = torch.from_numpy(corpus.train[:COUNTED].astype(int)).to(rows.device)
-    text = text[text < cfg.cls_id]
+    device, batches = encoder.tok.weight.device, validation_batches(corpus, cfg.max_len)
+    text = torch.from_numpy(corpus.train[:COUNTED].astype(int)).to(device)
+    text, n = text[text < cfg.cls_id], sum(map(len, batches))
     losses, areas = {}, []
     model.eval()
     # The rows, batches and corruption with which train.py evaluates.
-    n_batches = math.ceil(len(rows) / 32)
-    for number, tokens in enumerate(rows.tensor_split(n_batches)):
-        batch = model.corrupt(tokens, "validation", number)
+    for number, tokens in enumerate(batches):
+        batch = model.corrupt(tokens.to(device), "validation", number)
         torch.manual_seed(number)
         for kind, words in other_words(batch["tokens"], cfg.cls_id, text).items():
             batch["tokens"] = words
             hidden = encoder(words, batch["pos"])
             loss, _ = objective.loss(encoder, hidden, batch)
-            share = len(words) / len(rows)
-            losses[kind] = losses.get(kind, 0) + share * float(loss)
+            losses[kind] = losses.get(kind, 0) + float(loss) * len(words) / n
             has_p = objective.cfg.pair_loss == "ce" and not objective.hides_positions
             if kind == "true" and has_p:
                 for _, _, area in believed(objective, encoder, hidden, batch):
@@ -591,6 +590,7 @@ def examine(path, cache):
 
 
 def probe_run(path, cache, out_dir):            # --ckpt
+    """Print what one run has learned, and write it. Raises ValueError, OSError."""
     model, logits, A, run = examine(path, cache)
     table = []
     for name, values in run["indicators"].items():
@@ -1219,7 +1219,9 @@ def try_text(path, text):                       # --text
     elif is_plain and "pplm_binary" in heads:
         who_moved(encoder, position, text)
     elif is_plain and position:
-        tries = [put_in_order(encoder, position, text, seed) for seed in range(SHUFFLES)]
+        # 100 apart: a seed that moves nothing goes on to the next ones.
+        seeds = range(0, 100 * SHUFFLES, 100)
+        tries = [put_in_order(encoder, position, text, seed) for seed in seeds]
         words, given, found = tries[0]
 
         def text_in(order):

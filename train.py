@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ import common
 import probe
 from baselines import baselines, unigram_entropy
 from common import one_line_errors, pick_fields, read_checkpoint, read_rows, setting
-from data import Batches, DataConfig, encoding_arguments, prepare
+from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
 from fast import step_or_skip
 from model import PE_NAMES, Encoder, EncoderConfig
 from objectives import (
@@ -77,7 +76,6 @@ PRESETS = {
 }
 # fmt: on
 STOP_EVERY = 10  # micro-batches between agreeing to stop, of processes
-EVAL_ROWS, EVAL_BATCH = 512, 32  # validation: fixed rows, fixed corruption, for every run
 # Flags that do not alter what a run computes: they may change when it is resumed.
 # 2 processes x 1 is 1 process x 2: the product is compared
 FREE_FLAGS = {
@@ -499,19 +497,15 @@ def evaluate(model, corpus, amp, device):
     """Mean loss and scalars over fixed validation rows with fixed corruption, dropout off
     -> {name: float}."""
     model.eval()
-    L, sums = model.encoder.config.max_len, {}
-    there = corpus.n_rows("val", L)
-    n = min(EVAL_ROWS, there)
-    chosen = np.linspace(0, there - 1, n).astype(int)  # from all over: documents are in order
-    # Batches of about one size: one of a single row would have no other row to draw from.
-    for number, index in enumerate(np.array_split(chosen, math.ceil(n / EVAL_BATCH))):
-        tokens = torch.from_numpy(corpus.rows("val", index, L)).to(device)
-        batch = model.corrupt(tokens, "validation", number)
+    batches, sums = validation_batches(corpus, model.encoder.config.max_len), {}
+    n = sum(map(len, batches))
+    for number, tokens in enumerate(batches):
+        batch = model.corrupt(tokens.to(device), "validation", number)
         with amp:
             loss, scalars = model(batch)
         for name, value in {"loss": loss, **scalars}.items():
             name = f"val_{name}"
-            sums[name] = sums.get(name, 0) + value.float() * len(index) / n
+            sums[name] = sums.get(name, 0) + value.float() * len(tokens) / n
     model.train()
     return {name: float(value) for name, value in sums.items()}
 

@@ -2,10 +2,11 @@
 
     python results/run.py                       # print what has been run
     python results/run.py reading docs          # run what these two lack; stopped, it goes on
-    TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue python results/run.py lab
+    TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue BLIMP=path/to/blimp python results/run.py wiki
 
-A run trains in out/results/NAME, is probed there and fine-tuned; what came out is a line of
-results/runs.jsonl. To make a row again, delete its line and its folder.
+lab, wiki and schemes train on $TEXT, Wikipedia and books. A run trains in out/results/NAME, is
+probed there and fine-tuned; what came out is a line of results/runs.jsonl. To make a row again,
+delete its line and its folder.
 """
 
 import json
@@ -56,38 +57,49 @@ TABLES = {
         "pplm": PPLM,
         "taco": "--pe tupe_r --objective taco",
     },
-    "lab": {"lab-scratch": f"--preset lab {NONE}"},
+    "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
+    "wiki": {"wiki-scratch": f"--n_head 16 {NONE}"},
+    "schemes": {},
 }
+GLUE = "--data_dir $GLUE --seeds 3 --task"
 FINETUNE = {
     "docs": ["--task docs --seeds 5"],
-    "lab": [
-        "--task mnli --seeds 3",
-        "--task cola --seeds 3",
-        "--task sst2 --limit_train 20000 --seeds 3",
-    ],
+    "lab": [f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"],
+    "wiki": [f"{GLUE} mnli"],
 }
+BLIMP = {"wiki", "schemes"}  # minimal pairs are judged
+WEB = {"lab", "wiki", "schemes"}
+# P1's and P3's, the best known first.
+PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+rel rsin lsin
+abs+rsin abs+rlsin lsin+rel lsin+rsin lsin+rlsin tupe_a_tie_cls""".split()
 for pe in "abs sin t5 rel bert_ad tupe_a rope".split():
     TABLES["demo"][f"mlm-{pe}"] = f"--pe {pe}"
 for pe in ("tupe_r", "abs"):
     for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
-        flags = f"--preset lab --pe {pe} --objective {objective}"
-        if "pplm" in objective:
-            flags += " --pos_rate .15 --n_head 16"
+        flags = f"--preset lab --n_head 16 --pe {pe} --objective {objective}"
+        flags += " --pos_rate .15" * ("pplm" in objective)
         TABLES["lab"][f"lab-{pe}-{objective}"] = flags
         if objective in ("mlm", "mlm+pplm"):
             TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
+        flags = flags.replace("--preset lab", "--steps 3000")
+        TABLES["wiki"][f"wiki-{pe}-{objective}"] = flags
+for seed in (1337, 1):
+    for pe in PES:
+        TABLES["schemes"][f"wiki-{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
 
 
 def commands(table, name):
     """A row -> its commands, as one types them."""
-    out, lab = f"{OUT}/{name}", table == "lab"
-    text = ' --dataset "$TEXT" --tokenizer bpe' if lab else ""
+    out = f"{OUT}/{name}"
+    text = ' --dataset "$TEXT" --tokenizer bpe' if table in WEB else ""
     made = [
         f"python train.py {TABLES[table][name]}{text} --resume --out_dir {out}",
         f"python probe.py --ckpt {out}",
     ]
+    if table in BLIMP and "scratch" not in name:
+        made.append(f'python probe.py --blimp "$BLIMP" --ckpt {out}')
     for task in FINETUNE.get(table, []):
-        made.append(f"python finetune.py {task}{' --data_dir $GLUE' * lab} --ckpt {out}")
+        made.append(f"python finetune.py {task} --ckpt {out}")
     return made
 
 
@@ -107,7 +119,11 @@ def run(table, name):
     row["curve"] = [[x["step"], round(x["loss"], 3)] for x in lines]
     row["minutes"] = statistics.mean(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
-    row["words"] = json.loads((folder / "probe" / "probe.json").read_text())["words"]
+    found = json.loads((folder / "probe" / "probe.json").read_text())
+    row["words"], row["indicators"] = found["words"], found["indicators"]["without_specials"]
+    if (judged := folder / "blimp" / "probe.json").exists():
+        judged = json.loads(judged.read_text())
+        row["blimp"] = {key: judged[key] for key in ("pairs", "ties", "scores")}
     row["scores"] = {}
     for result in read(folder / "results.jsonl") if table in FINETUNE else ():
         for metric, value in result["metrics"].items():
