@@ -9,6 +9,8 @@ beside the hardware.
                                                         # beside step
     python bench.py --finetune glue                     # SST-2: batches by length, all padded to
                                                         # 128, and transformers
+    python bench.py --lower sm_90 --peer hf --preset paper      # what torch.compile would launch on
+                                                                # a GPU, without one (lower.py)
 
 A step is corruption, forward, backward, clip and update, on random tokens. What is compared takes
 turns, a step of each (A B A B), so that a machine that slows down slows all: a ratio is the median
@@ -101,6 +103,8 @@ class BenchConfig:
     data: str | None = setting(None, "a glob of files: tokenise them, and time the loader")
     finetune: str | None = setting(None, "folder of GLUE's official files: fine-tune on its SST-2, "
                                    "beside transformers")
+    lower: str | None = setting(None, "a card that need not be there: what torch.compile would "
+                                "launch on it", ("sm_70", "sm_80", "sm_90"))
     cache: str = setting("cache", "--finetune: folder of prepared data")
     preset: str = setting("demo", "sizes", tuple(train.PRESETS))
     batch_size: int = setting(32, "rows", "[1, 1e6]")
@@ -426,6 +430,29 @@ def bench_finetune(v):
                "ratio_high": high}
 
 
+def bench_lower(variants, card):
+    """Kernels of forward and backward, compiled for a card."""
+    import lower
+    print(f"{lower.CARDS[card].name}, {lower.CARDS[card].dtype}: forward and backward\n{'':6}"
+          f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels")
+    for v in variants:
+        model, cfg = v.build().train(), v.shape
+        tokens = torch.randint(4, cfg.cls_id, (v.batch_size, v.block_size))
+        tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
+        batch = collate(tokens, cfg, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
+        kernels = lower.kernels(model, batch, card)
+        launches, size, seconds = lower.estimate(kernels, card)
+        kinds = lower.by_kind(kernels)
+        row = {"name": f"{v.peer or 'ours'} compiled", "card": card, "pe": v.pe,
+               "objective": v.objective, **{key: getattr(v, key) for key in SIZES},
+               "launches": launches, "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
+               "kernels": kinds}
+        print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{launches:9}{row['gb']:7.2f}"
+              f"{row['estimated_ms']:14.2f}  "
+              + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), flush=True)
+        yield row
+
+
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -442,11 +469,11 @@ def names_of(args):
 def table(args, given):
     """-> an iterator of rows. Raises ValueError before anything is measured."""
     pes, tasks = names_of(args)
-    tables = {"peer", "sweep", "data", "finetune"}
+    tables = {"sweep", "data", "finetune", "lower" if args.lower else "peer"}
     if args.finetune:                   # which has rows, and an objective, of its own
         tables |= {"block_size", "mask_rate", "objective", "compile"}
     several = [name for name, names in (("pe", pes), ("objective", tasks)) if names[1:]]
-    asked = sorted(given.keys() & tables | set(several))
+    asked = sorted(given.keys() & tables | set([] if args.lower else several))
     if len(asked) > 1:
         raise ValueError(f"--{' and --'.join(asked)} do not go together: a table at a time")
     kinds = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
@@ -455,6 +482,11 @@ def table(args, given):
         kinds = [False]
     ours = replace(args, peer=None, pe=pes[0], objective=tasks[0], compile=kinds[0])
     ours.n_parameters()
+    if args.lower:
+        variants = [replace(ours, pe=pe, objective=task) for pe in pes for task in tasks]
+        if args.peer:
+            variants.append(replace(ours, peer="hf", pe="abs", objective="mlm"))
+        return bench_lower(variants, args.lower)
     if args.finetune:
         return bench_finetune(ours)
     if args.data:
@@ -492,6 +524,9 @@ def main(argv=None):
     args, given = parse_args(argv)
     rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
+        if args.lower:
+            import lower  # inductor: seconds, for this table alone
+            lower.pretend()
         device, dtype = args.machine
         chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         if device.type == "cuda":

@@ -720,12 +720,11 @@ class PositionalScheme(nn.Module):
     def terms(
         self, q, k, pos, layer, bias, in_order=False, key_table=None
     ):
-        """-> q, k, bias such that the logits are q k^T + bias, and what is added to the values:
-        (pairs, table) or None. key_table: the pair head's own."""
+        """-> q, k, bias such that the logits are scale * q k^T + bias, and what is added to the
+        values: (pairs, table) or None. key_table: the pair head's own."""
         plain = q
         if self.at["edit_qk"]:
             q, k = self.at["edit_qk"].edit_qk(q, k, pos)
-        q = q * self.scale
         if self.at["offset_tables"] is None:
             return q, k, bias, None
         if key_table is not None:
@@ -735,12 +734,12 @@ class PositionalScheme(nn.Module):
             keys, values = part.offset_tables(layer)
         # q_i . a_r for all R rows, then each pair picks its row: never an (L, L, D) tensor. It is
         # q before the rotation: rope's would meet a_r, which no rotation undoes.
-        plain = plain * self.scale if self.at["edit_qk"] else q
         pairs = Pairs(offset_index(pos))
         if in_order:
             pairs = fast.InOrder(q.size(2), MAX_OFFSET)
         keys = pairs.rows(keys).to(q.dtype)                     # (R, D)
-        term = pairs.pick(plain @ keys.t())                     # (B, H, L, R) -> (B, H, L, L)
+        term = plain * self.scale @ keys.t()                    # (B, H, L, R)
+        term = pairs.pick(term)                                 # (B, H, L, L)
         bias = term if bias is None else term + bias
         if values is None:
             return q, k, bias, None
@@ -784,10 +783,10 @@ class Block(nn.Module):
             q, k, pos, self.layer, bias, in_order
         )
         if q.is_cuda and for_values is None:
-            y = fast.attention(q, k, v, bias, p)
+            y = fast.attention(q, k, v, bias, p, scheme.scale)
         else:
             # Who looks where: q_i . k_j, plus what the scheme says of (i, j) whatever the words.
-            scores = q @ k.transpose(-1, -2)                    # (B, H, L, L)
+            scores = q * scheme.scale @ k.transpose(-1, -2)     # (B, H, L, L)
             scores = scores if bias is None else scores + bias
             A = scores.softmax(-1)                              # a row sums to 1 over the keys
             A = fast.drop(A, p) if p else A
@@ -871,7 +870,7 @@ class Encoder(nn.Module):
         q, k, bias, _ = self.pe.terms(
             q, k, pos, layer, bias, key_table=key_table
         )
-        scores = q @ k.transpose(-1, -2)
+        scores = q * self.pe.scale @ k.transpose(-1, -2)
         return scores if bias is None else scores + bias
 
     @torch.no_grad()

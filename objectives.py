@@ -301,10 +301,12 @@ class TokenObjective(Objective):
         self.bias = nn.Parameter(torch.zeros(self.vocab_size))
 
     def word_logits(self, encoder, hidden):
-        """(..., C) -> (..., V). Padded ids never leave."""
+        """(..., C) -> (..., V padded as the embedding is). Padded ids have -inf: to cut them off
+        would copy all logits."""
         x = self.norm(F.gelu(self.dense(hidden)))
         logits = F.linear(x, encoder.tok.weight)
-        return logits[..., : self.vocab_size] + self.bias
+        n_padded = len(encoder.tok.weight) - self.vocab_size
+        return logits + F.pad(self.bias, (0, n_padded), value=float("-inf"))
 
     def score(self, encoder, hidden, target, weight):
         """hidden (N, C), target (N,), weight (N,) bool -> mean cross-entropy, accuracy (0 in

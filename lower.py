@@ -1,0 +1,249 @@
+"""What torch.compile would launch on a GPU, told without one: `python bench.py --lower sm_90`.
+
+Inductor lowers forward and backward for tensors that have a device and a shape but no numbers, as
+far as the list of kernels, each with the bytes it reads and writes and the operations of a matrix
+product. A time is estimated per kernel, max(bytes / bandwidth, operations / rate, LAUNCH), at the
+card's published figures: what a perfect kernel would take, so compare lines, do not quote times.
+The update is left out, and so is what the host does.
+
+A PyTorch without CUDA refuses even to look at such tensors; there STUB answers for a card's driver.
+Nothing of training is touched: this lives in a process of its own.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+LAUNCH = 2.5e-6     # seconds a kernel takes at least
+
+
+class Card(NamedTuple):
+    name: str
+    capability: tuple
+    processors: int
+    bandwidth: float        # bytes a second
+    rate: float             # operations a second in 16 bits
+    dtype: torch.dtype      # what train.py takes there
+
+
+CARDS = {
+    "sm_70": Card("V100", (7, 0), 80, 0.9e12, 112e12, torch.float16),
+    "sm_80": Card("A100", (8, 0), 108, 1.6e12, 312e12, torch.bfloat16),
+    "sm_90": Card("H100", (9, 0), 132, 3.35e12, 989e12, torch.bfloat16),
+}
+
+# Loaded before PyTorch: there is an accelerator.
+ANSWER = """
+#include <c10/core/DeviceType.h>
+#include <optional>
+#define SEEN __attribute__((visibility("default")))
+namespace at::accelerator {
+SEEN std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
+SEEN bool isAccelerator(c10::DeviceType t) { return t == c10::DeviceType::CUDA; }
+}
+"""
+# Loaded after it: its one stream and its events have nothing to do.
+STUB = """
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+using namespace c10;
+static const Device card(DeviceType::CUDA, 0);
+static const Stream only(Stream::DEFAULT, card);
+struct Guard : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  Stream getStream(Device) const noexcept override { return only; }
+  Stream getNewStream(Device, int) const override { return only; }
+  Stream exchangeStream(Stream) const noexcept override { return only; }
+  Device getDevice() const override { return card; }
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const Stream&, DeviceIndex, EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, DeviceIndex) const noexcept override {}
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+struct Hooks : at::CUDAHooksInterface {
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  void init() const override {}
+};
+static auto hooks = new ((void*)&at::detail::getCUDAHooks()) Hooks();
+"""
+
+
+def build(folder, name, source, *libraries):
+    """A C++ source -> the path of a shared library. Raises ValueError where it does not compile."""
+    root, file = Path(torch.__file__).parent, Path(folder, f"{name}.cpp")
+    file.write_text(source)
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", str(file)]
+    command += ["-o", str(file.with_suffix(".so")), f"-L{root}/lib", *libraries]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[0]
+        raise ValueError(f"--lower needs g++ where PyTorch has no CUDA: {why}") from None
+    return str(file.with_suffix(".so"))
+
+
+def pretend():
+    """Make PyTorch accept CUDA tensors without numbers. Where it was built without CUDA, the
+    process starts anew with ANSWER preloaded. Raises ValueError."""
+    if torch.cuda.is_available():
+        return
+    if not torch.backends.cuda.is_built():
+        if "LOWERING" not in os.environ:
+            folder = tempfile.mkdtemp()
+            stub = build(folder, "stub", STUB, "-lc10", "-ltorch_cpu")
+            answer = build(folder, "answer", ANSWER)
+            environment = {**os.environ, "LD_PRELOAD": answer, "LOWERING": stub}
+            os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+        stub = os.environ.pop("LOWERING")
+        del os.environ["LD_PRELOAD"]
+        ctypes.CDLL(stub)
+        shutil.rmtree(Path(stub).parent)
+    for name in ("empty.memory_format", "empty_strided"):
+        FOLDING.impl(name, on_cpu)
+
+
+def patches(card):
+    """-> a stack of contexts in which inductor believes in the card."""
+    stack, major = ExitStack(), card.capability[0]
+    props = SimpleNamespace(
+        name=card.name, gcnArchName="", major=major, minor=0, multi_processor_count=card.processors,
+        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32,
+        max_threads_per_block=1024, total_memory=32 << 30, L2_cache_size=6 << 20,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=98304)
+    answers = dict(
+        is_available=True, device_count=1, current_device=0, get_device_capability=card.capability,
+        get_device_properties=props, is_bf16_supported=major >= 8, is_initialized=True,
+        _exchange_device=0, _maybe_exchange_device=0)
+    for name, answer in answers.items():
+        stack.enter_context(mock.patch.object(torch.cuda, name, lambda *a, x=answer, **k: x))
+    for interface in (CudaInterface, CudaInterface.Worker):
+        stack.enter_context(mock.patch.object(
+            interface, "get_device_properties", staticmethod(lambda *a: props)))
+    for name, answer in {
+        "torch.utils._triton.has_triton": True,
+        "torch._inductor.scheduler.has_triton": True,
+        # Patterns that are traced with real tensors, for attention that is written out.
+        "torch._inductor.fx_passes.fuse_attention._sfdp_init": None,
+        "torch._inductor.fx_passes.pad_mm._pad_mm_init": None,
+    }.items():
+        stack.enter_context(mock.patch(name, lambda *a, x=answer, **k: x))
+    return stack
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
+    """The kernel that PyTorch picks on a card: Flash where nothing is added to the logits (from
+    sm_80 on), else the memory-efficient one."""
+    if attn_mask is None and torch.cuda.get_device_capability()[0] >= 8:
+        return torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*q.shape[:-1], k.size(-2))
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def on_cpu(size, *args, dtype=None, **kwargs):
+    """What inductor folds it computes; here, a CPU does."""
+    if args:
+        return torch.empty_strided(size, *args, dtype=dtype, device="cpu")
+    return torch.empty(size, dtype=dtype, device="cpu")
+
+
+FOLDING = torch.library.Library("aten", "IMPL", "CUDA")
+
+
+class Done(Exception):
+    """The graphs are known: nothing is run."""
+
+
+def kernels(model, batch, card):
+    """Forward and backward of a model and its batch, compiled for a card -> [(kind, bytes,
+    operations)], a kernel a row. pretend() comes first; the model's parameters are replaced."""
+    card, found = CARDS[card], []
+
+    def count(graph):               # in place of writing and compiling the kernels
+        with V.set_graph_handler(graph):
+            graph.init_wrapper_code()
+            graph._update_scheduler()
+            for node in graph.scheduler.nodes:
+                kind = getattr(node.node, "python_kernel_name", None) or "triton"
+                if type(node).__name__ != "NopKernelSchedulerNode":
+                    size = node.get_read_write_buffers_sizes()
+                    found.append((kind, size, node.estimate_flops() or 0))
+
+        def call(*args):
+            raise Done
+        return SimpleNamespace(call=call, __file__="", key="")
+
+    def lower(graph, inputs):
+        with patches(card), mock.patch.object(GraphLowering, "compile_to_module", count):
+            return compile_fx(graph, inputs)
+
+    settings = dict(fx_graph_cache=False, compile_threads=1)
+    with ExitStack() as stack:
+        stack.enter_context(torch._functorch.config.patch(
+            force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
+        stack.enter_context(torch._inductor.config.patch(settings))
+        capability = mock.patch.object(torch.cuda, "get_device_capability", lambda: card.capability)
+        stack.enter_context(capability)
+        stack.enter_context(
+            mock.patch("torch.nn.functional.scaled_dot_product_attention", attention))
+        stack.enter_context(
+            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+        for name in ("get_rng_state", "set_rng_state"):
+            state = torch.zeros(16, dtype=torch.uint8)
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *a, x=state: x))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *a: True))
+        warnings.simplefilter("ignore")
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(x):
+            return FakeTensor(mode, x.detach().to("meta"), torch.device("cuda", 0))
+        for module in model.modules():
+            for name, x in module._parameters.items():
+                module._parameters[name] = x if x is None else torch.nn.Parameter(fake(x))
+            for name, x in module._buffers.items():
+                module._buffers[name] = x if x is None else fake(x)
+        batch = {name: fake(x) for name, x in batch.items()}
+        torch._dynamo.reset()
+        net = torch.compile(model, backend=lower, fullgraph=True)
+        with mode, torch.autocast("cuda", card.dtype):
+            try:
+                net(**batch) if "input_ids" in batch else net(batch)
+            except Done:
+                pass
+    return found
+
+
+def estimate(rows, card):
+    """-> launches, bytes, seconds."""
+    card, seconds = CARDS[card], 0
+    for _, size, operations in rows:
+        seconds += max(size / card.bandwidth, operations / card.rate, LAUNCH)
+    return len(rows), sum(size for _, size, _ in rows), seconds
+
+
+def by_kind(rows):
+    """-> Counter of kernels: Triton's, matrix products, attention."""
+    return Counter(kind.rpartition("aten.")[2].split(".")[-1 if "aten" not in kind else 0]
+                   for kind, _, _ in rows)
