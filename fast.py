@@ -4,6 +4,9 @@ To understand the project the plain twins are enough: the mean of loss_in_chunks
 and the words of a batch are scored, and the clipped update of step_or_skip.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -16,21 +19,32 @@ CHUNK_BYTES = 1 << 30  # float32 logits of pairs or of words that may be alive a
 # Dropout
 
 
+@torch.library.custom_op("fast::bits", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+def bits(size: Sequence[int]) -> torch.Tensor:
+    """Random int16, four from one draw. An operator, so that a compiler takes it as it is."""
+    n = math.prod(size)
+    draws = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None)
+    return draws.view(torch.int16)[:n].view(size)
+
+
+@bits.register_fake
+def _(size):
+    return torch.empty(size, dtype=torch.int16)
+
+
 def drop(x, p):
     """The plain twin:
 
         return F.dropout(x, p)
 
-    On a CPU 16 random bits decide about a number, four from one draw: F.dropout takes one draw
-    each, a quarter of a step (`paper`, batch 16, bf16, one core: 0.75 of the time). p is rounded to
-    1/65536.
+    On a CPU 16 random bits decide about a number: F.dropout takes a draw each, a quarter of a step
+    (`paper`, batch 16, bf16, one core: 0.75 of the time). p is rounded to 1/65536.
     """
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if x.device.type != "cpu":
         return F.dropout(x, p)
-    n, cut = x.numel(), min(round(65536 * p), 65535)
-    draws = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None)
-    bits = draws.view(torch.int16)[:n].view(x.shape)
-    return x * bits.ge_(cut - 32768).to(x.dtype).mul_(65536 / (65536 - cut))
+    cut = min(round(65536 * p), 65535)
+    kept = bits(x.shape).ge_(cut - 32768)
+    return x * kept.to(x.dtype).mul_(65536 / (65536 - cut))
 
 
 class Dropout(nn.Dropout):

@@ -1111,6 +1111,8 @@ def test_dropout_on_a_cpu():
     assert torch.equal(fast.drop(x, .1), y) and fast.dropout(.1).eval()(x) is x
     assert fast.drop(x, .9999999).isfinite().all()
     torch.manual_seed(0)
+    assert torch.equal(torch.compile(fast.drop, backend="aot_eager", fullgraph=True)(x, .1), y)
+    torch.manual_seed(0)
     assert torch.equal(fast.dropout(.1)(x), y) and isinstance(fast.dropout(0), torch.nn.Identity)
 
 
@@ -4335,6 +4337,43 @@ def test_a_card_that_is_not_there_is_lowered_for(card, flags, tmp_path):
         # Weights are read once in 32 bits, to be cast, and their gradients are written.
         assert row["gb"] > 8e-9 * bench.BenchConfig(pe=row["pe"], objective=row["objective"],
                                                     block_size=16).n_parameters()
+
+
+def test_how_far_16_bits_are_from_32(tmp_path):
+    def rows(dtype):
+        bench.main(["--agree", "--pe", "tupe_r,rel", "--objective", "pplm,mlm", "--device", "cpu",
+                    "--dtype", dtype, "--json", str(tmp_path / "rows.json")])
+        return read(tmp_path / "rows.json")["rows"]
+    exact, rounded = rows("float32"), rows("bfloat16")
+    assert len({(row["pe"], row["objective"]) for row in exact}) == 4
+    assert not any(row["loss_off"] or row["gradient_off"] for row in exact)
+    assert all(1e-3 < row["gradient_off"] < 3e-2 and row["loss_off"] < 5e-3 for row in rounded)
+
+
+def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeypatch, said):
+    for command in bench.GPU:
+        program, *words = command.split()
+        {"bench.py": bench, "train.py": train}[program].parse_args(words)
+    trains = (f"train.py --objective pplm --dataset {corpus_file} --cache {tmp_path}/cache "
+              f"--resume --out_dir {tmp_path}/run")
+    monkeypatch.setattr(bench, "GPU", [
+        "bench.py --agree --dtype float32", "bench.py --objective foo", trains])
+    flags = f"--gpu {tmp_path}/gpu.json --device cpu --preset demo".split()
+
+    def run(n, *more):
+        bench.main([*flags, *more])
+        assert said().count("python ") == n
+        return read(tmp_path / "gpu.json")["rows"]
+    agrees, refused, trained = run(3, "--pairs", "2")
+    assert (agrees["exit"], trained["exit"]) == (0, 0) and agrees["rows"][0]["loss_off"] == 0
+    assert refused["exit"] == 2 and "choose from" in refused["error"][0]
+    assert trained["rows"][-1]["step"] == 2
+    assert run(0, "--pairs", "2")[2] == trained
+    monkeypatch.setattr(bench, "LIMIT", 3)
+    monkeypatch.setattr(bench, "GPU", [trains.replace("/run", "/long")])
+    for _ in range(2):                  # what was cut is asked for again
+        *_, stopped = run(1)
+        assert stopped["exit"] == "stopped"
 
 
 def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
