@@ -11,7 +11,7 @@ beside the hardware.
                                                         # 128, and transformers
     python bench.py --agree --pe all --dtype float16    # losses and gradients beside a CPU's
     python bench.py --lower sm_90 --peer hf --preset paper      # what torch.compile would launch on
-                                                                # a GPU, without one (lower.py)
+                                                                # a GPU, without one (gpu.py)
     python bench.py --gpu results/gpu.json              # every line that only a GPU can show
 
 A step is corruption, forward, backward, clip and update, on random tokens. What is compared takes
@@ -45,12 +45,9 @@ what the task needs: logits at other places, padding, dropout and a scheme's own
 
 import glob
 import itertools
-import json
 import multiprocessing
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -78,7 +75,6 @@ from common import (
     pick_device,
     pick_dtype,
     pick_fields,
-    read_json,
     setting,
     write_json,
 )
@@ -96,21 +92,6 @@ from objectives import (
 
 SWEEP = (128, 256, 512, 1024, 2048)     # rows of so many tokens
 SIZES = ("batch_size", "block_size", "mask_rate")       # the preset's, where not given
-# What --gpu runs, in this order, each at most LIMIT seconds.
-LIMIT = 540
-GPU = [f"bench.py --agree {what} --dtype {dtype}" for dtype, what in itertools.product(
-    ("float32", "float16", "bfloat16"), ("--pe all", "--objective all --pe tupe_r"))]
-GPU += ["train.py --pe tupe_r --objective pplm --preset paper --dataset docs --tokenizer bpe "
-        "--dtype float16 --steps 50 --log_every 10 --out_dir out/gpu/float16"]
-GPU += [f"bench.py --peer hf --preset {preset} --mask_rate .15" for preset in ("paper", "base")]
-GPU += [f"bench.py --compile --preset paper --pe {pe}"
-        for pe in ("tupe_r", "tupe_a", "rel", "t5", "rope")]
-GPU += [f"bench.py --compile --preset paper --objective {x}" for x in ("pplm", "taco", "mlm_full")]
-GPU += ["bench.py --sweep --preset paper"]
-GPU += [f"bench.py --agree --compile --pe {pe}" for pe in SCHEMES]
-GPU += [f"bench.py --agree --compile --pe tupe_r --objective {name}" for name in OBJECTIVES]
-GPU += [f"train.py --pe abs --objective {name} --preset paper --dataset docs --tokenizer bpe "
-        f"--resume --out_dir out/gpu/{name}" for name in of_kind("position")]
 
 
 @dataclass(frozen=True)
@@ -454,98 +435,6 @@ def bench_finetune(v):
                "ratio_high": high}
 
 
-def bench_lower(variants, card):
-    """Kernels of forward and backward, compiled for a card."""
-    import lower
-    print(f"{lower.CARDS[card].name}, {lower.CARDS[card].dtype}: forward and backward\n{'':6}"
-          f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels")
-    for v in variants:
-        model, cfg = v.build().train(), v.shape
-        tokens = torch.randint(4, cfg.cls_id, (v.batch_size, v.block_size))
-        tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
-        batch = collate(tokens, cfg, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
-        kernels = lower.kernels(model, batch, card)
-        launches, size, seconds = lower.estimate(kernels, card)
-        kinds = lower.by_kind(kernels)
-        row = {"name": f"{v.peer or 'ours'} compiled", "card": card, "pe": v.pe,
-               "objective": v.objective, **{key: getattr(v, key) for key in SIZES},
-               "launches": launches, "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
-               "kernels": kinds}
-        print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{launches:9}{row['gb']:7.2f}"
-              f"{row['estimated_ms']:14.2f}  "
-              + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), flush=True)
-        yield row
-
-
-def agree(variants):
-    """How far the loss and the gradient of one batch are from a CPU's in float32: the loss as a
-    difference, the gradient by the length of the difference over its own."""
-    print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'off by':>10}{'gradient off by':>17}")
-    for v in variants:
-        torch.manual_seed(0)
-        model = replace(v, batch_size=4).build().eval()     # dropout off
-        tokens = torch.randint(4, v.shape.cls_id, (4, v.block_size))
-        tokens[:, 0], tokens[:, -1] = v.shape.cls_id, v.shape.sep_id
-        batch, found = model.corrupt(tokens, 0), []
-        for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
-            model.to(device).zero_grad()
-            net = torch.compile(model) if v.compile and found else model
-            with autocast(device, dtype):
-                loss = net({name: x.to(device) for name, x in batch.items()})[0]
-            loss.backward()
-            grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-            found.append((loss.item(), torch.cat(grads).float().cpu()))
-        (loss, a), (other, b) = found
-        row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile,
-               "loss": loss, "loss_off": abs(loss - other),
-               "gradient_off": float((a - b).norm() / a.norm())}
-        print(f"{v.pe:19}{v.objective:12}{loss:14.4f}{row['loss_off']:10.1e}"
-              f"{row['gradient_off']:17.1e}", flush=True)
-        yield row
-
-
-def gpu_lines(args, given):
-    """Run what the file lacks of GPU, a process a command; a command is a row, written at once. One
-    that fails is a row too; one that LIMIT cuts goes on when it is asked for again."""
-    file = Path(args.gpu)
-    rows = read_json(file, rows=list)["rows"] if file.exists() else []
-    ours = {name: x for name, x in given.items() if name != "gpu"}
-    # train.py has no --pairs: with it this is a trial, there too.
-    trains = {name: ours[name] for name in ("device", "preset") if name in ours}
-    trains |= {"steps": ours["pairs"]} if "pairs" in ours else {}
-    for command in GPU:
-        if command in [row["command"] for row in rows if row["exit"] != "stopped"]:
-            continue
-        rows = [row for row in rows if row["command"] != command]
-        program, *words = command.split()
-        if training := program == "train.py":
-            part, flags = Path(words[-1], "log.jsonl"), trains
-        else:
-            part = Path(tempfile.mkdtemp(), "part.json")
-            flags = {**ours, "json": part}
-        words += [f"--{name}={x}" for name, x in flags.items()]
-        print(f"python {program} {' '.join(words)}", flush=True)
-        process = subprocess.Popen([sys.executable, Path(__file__).with_name(program), *words],
-                                   stderr=subprocess.PIPE, text=True)
-        row, began = {"command": command}, perf_counter()
-        try:
-            error = process.communicate(timeout=LIMIT)[1]
-            row["exit"] = process.returncode
-        except subprocess.TimeoutExpired:
-            process.terminate()         # a run is saved
-            error, row["exit"] = process.communicate()[1], "stopped" if training else "too long"
-        row["seconds"] = perf_counter() - began
-        if row["exit"]:
-            row["error"] = error.strip().splitlines()[-1:]
-        if part.exists() and training:
-            row["rows"] = [json.loads(line) for line in part.read_text().splitlines()[1:]]
-        elif part.exists():
-            row |= read_json(part)
-        rows.append(row)
-        write_json(file, {"rows": rows})
-        yield row
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -562,8 +451,10 @@ def names_of(args):
 def table(args, given):
     """-> an iterator of rows. Raises ValueError before anything is measured."""
     pes, tasks = names_of(args)
+    if args.gpu or args.agree or args.lower:
+        import gpu  # and inductor with it: seconds, and memory
     if args.gpu:
-        return gpu_lines(args, given)
+        return gpu.every_line(args.gpu, given)
     tables = {"sweep", "data", "finetune", "agree", "lower" if args.lower else "peer"}
     if args.finetune:                   # which has rows, and an objective, of its own
         tables |= {"block_size", "mask_rate", "objective", "compile"}
@@ -581,11 +472,11 @@ def table(args, given):
     ours.n_parameters()
     variants = [replace(ours, pe=x, objective=y) for x, y in itertools.product(pes, tasks)]
     if args.agree:
-        return agree(variants)
+        return gpu.agree(variants)
     if args.lower:
         if args.peer:
             variants.append(replace(ours, peer="hf", pe="abs", objective="mlm"))
-        return bench_lower(variants, args.lower)
+        return gpu.lower(variants, args.lower, collate)
     if args.finetune:
         return bench_finetune(ours)
     if args.data:
@@ -624,8 +515,8 @@ def main(argv=None):
     rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
         if args.lower:
-            import lower  # inductor: seconds, for this table alone
-            lower.pretend()
+            import gpu
+            gpu.pretend()
         device, dtype = args.machine
         chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         if device.type == "cuda":

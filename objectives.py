@@ -221,8 +221,11 @@ def of_kind(kind):
 
 def new_batch(tokens, vocab_size) -> dict:
     """Clean rows (B, L) -> the dictionary that objectives corrupt."""
-    eligible = tokens < vocab_size - N_SPECIALS
-    return {"tokens": tokens, "original": tokens, "eligible": eligible}
+    return {
+        "tokens": tokens,
+        "original": tokens,
+        "eligible": tokens < vocab_size - N_SPECIALS
+    }
 
 
 def stream(device, *key) -> torch.Generator:
@@ -304,23 +307,21 @@ class TokenObjective(Objective):
         """(..., C) -> (..., V padded as the embedding is). Padded ids have -inf: to cut them off
         would copy all logits."""
         x = self.norm(F.gelu(self.dense(hidden)))
-        logits = F.linear(x, encoder.tok.weight)
-        n_padded = len(encoder.tok.weight) - self.vocab_size
-        return logits + F.pad(self.bias, (0, n_padded), value=float("-inf"))
+        bias = F.pad(self.bias, (0, -self.vocab_size % 64), value=-torch.inf)
+        return F.linear(x, encoder.tok.weight) + bias
 
     def score(self, encoder, hidden, target, weight):
         """hidden (N, C), target (N,), weight (N,) bool -> mean cross-entropy, accuracy (0 in
         training)."""
-        head = partial(self.word_logits, encoder)
         predict = None if self.training else likeliest
         return fast.loss_in_chunks(
-            head,
+            partial(self.word_logits, encoder),
             hidden,
             target,
             weight,
             cross_entropy,
             predict,
-            self.vocab_size,
+            self.vocab_size
         )
 
 
@@ -534,12 +535,10 @@ class PPLM(Objective):
     def corrupt(self, batch, generator):
         """Adds pos (B, L), in which the selected tokens have each other's positions."""
         B, L = batch["tokens"].shape
-        true = torch.arange(L, device=batch["tokens"].device).expand(
-            B, L
-        )
         slots, valid = select(
             batch["eligible"], self.cfg.pos_rate, generator
         )
+        true = torch.arange(L, device=slots.device).expand(B, L)
         # The words stay where they are in the tensor; only the positions they claim are shuffled.
         # Sorting random numbers permutes the k slots. Slots that are not valid (specials, in rows
         # with fewer than k words) draw 2, 3, .., above all others and in order: they stay put.
@@ -821,7 +820,7 @@ class NSP(Objective):
         logits = self.answer(hidden).float()
         label, weight = batch["nsp_label"], batch["nsp_weight"]
         loss = weighted_mean(cross_entropy(logits, label), weight)
-        right = weighted_mean(logits.argmax(-1) == label, weight)
+        right = weighted_mean(likeliest(logits) == label, weight)
         return loss, {} if self.training else {"nsp_accuracy": right}
 
 
@@ -849,8 +848,9 @@ class Pretraining(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.names = cfg.objective.split("+")
-        weights = cfg.loss_weights or [1.0] * len(self.names)
-        self.weights = dict(zip(self.names, weights))
+        self.weights = dict(
+            zip(self.names, cfg.loss_weights or [1.0] * len(self.names))
+        )
         self.causal = "clm" in self.names
         parts = {
             name: OBJECTIVES[name](encoder, cfg) for name in self.names

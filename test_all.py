@@ -51,6 +51,7 @@ import common
 import data
 import fast
 import finetune
+import gpu
 import hf
 import model as model_module
 import objectives
@@ -4351,12 +4352,12 @@ def test_how_far_16_bits_are_from_32(tmp_path):
 
 
 def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeypatch, said):
-    for command in bench.GPU:
+    for command in gpu.LINES:
         program, *words = command.split()
         {"bench.py": bench, "train.py": train}[program].parse_args(words)
     trains = (f"train.py --objective pplm --dataset {corpus_file} --cache {tmp_path}/cache "
               f"--resume --out_dir {tmp_path}/run")
-    monkeypatch.setattr(bench, "GPU", [
+    monkeypatch.setattr(gpu, "LINES", [
         "bench.py --agree --dtype float32", "bench.py --objective foo", trains])
     flags = f"--gpu {tmp_path}/gpu.json --device cpu --preset demo".split()
 
@@ -4369,8 +4370,8 @@ def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeyp
     assert refused["exit"] == 2 and "choose from" in refused["error"][0]
     assert trained["rows"][-1]["step"] == 2
     assert run(0, "--pairs", "2")[2] == trained
-    monkeypatch.setattr(bench, "LIMIT", 3)
-    monkeypatch.setattr(bench, "GPU", [trains.replace("/run", "/long")])
+    monkeypatch.setattr(gpu, "LIMIT", 3)
+    monkeypatch.setattr(gpu, "LINES", [trains.replace("/run", "/long")])
     for _ in range(2):                  # what was cut is asked for again
         *_, stopped = run(1)
         assert stopped["exit"] == "stopped"

@@ -1,16 +1,21 @@
-"""What torch.compile would launch on a GPU, told without one: `python bench.py --lower sm_90`.
+"""What is about GPUs: what torch.compile would launch on one, told without it; how far one is from
+a CPU; every command that wants one. These are tables of bench.py:
 
-Inductor lowers forward and backward for tensors that have a device and a shape but no numbers, as
-far as the list of kernels, each with the bytes it reads and writes and the operations of a matrix
+    python bench.py --lower sm_90
+    python bench.py --agree --pe all --dtype float16
+    python bench.py --gpu results/gpu.json
+
+--lower: inductor lowers forward and backward for tensors that have a device and a shape but no
+numbers, as far as the list of kernels, each with the bytes it moves and the operations of a matrix
 product. A time is estimated per kernel, max(bytes / bandwidth, operations / rate, LAUNCH), at the
 card's published figures: what a perfect kernel would take, so compare lines, do not quote times.
-The update is left out, and so is what the host does.
-
-A PyTorch without CUDA refuses even to look at such tensors; there STUB answers for a card's driver.
-Nothing of training is touched: this lives in a process of its own.
+The update is left out, and so is what the host does. A PyTorch without CUDA refuses even to look at
+such tensors; there STUB answers for a card's driver, in a process of its own.
 """
 
 import ctypes
+import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +24,9 @@ import tempfile
 import warnings
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
@@ -33,7 +40,25 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from common import autocast, read_json, write_json
+from model import SCHEMES
+from objectives import OBJECTIVES, of_kind
+
 LAUNCH = 2.5e-6     # seconds a kernel takes at least
+LIMIT = 540         # seconds a command of --gpu may take
+# What it runs, in this order.
+LINES = [f"bench.py --agree {what} --dtype {dtype}" for dtype, what in itertools.product(
+    ("float32", "float16", "bfloat16"), ("--pe all", "--objective all --pe tupe_r"))]
+PAPER, DOCS = "--preset paper", "--dataset docs --tokenizer bpe --out_dir out/gpu"
+LINES += [f"train.py --pe tupe_r --objective pplm {PAPER} --dtype float16 --steps 50 {DOCS}/fp16"]
+LINES += [f"bench.py --peer hf --preset {preset} --mask_rate .15" for preset in ("paper", "base")]
+LINES += [f"bench.py --compile {PAPER} --pe {pe}" for pe in "tupe_r tupe_a rel t5 rope".split()]
+LINES += [f"bench.py --compile {PAPER} --objective {x}" for x in ("pplm", "taco", "mlm_full")]
+LINES += [f"bench.py --sweep {PAPER}"]
+LINES += [f"bench.py --agree --compile --pe {pe}" for pe in SCHEMES]
+LINES += [f"bench.py --agree --compile --pe tupe_r --objective {x}" for x in OBJECTIVES]
+LINES += [f"train.py --pe abs --objective {x} {PAPER} --resume {DOCS}/{x}"
+          for x in ("mlm", "clm", *of_kind("position"))]
 
 
 class Card(NamedTuple):
@@ -247,3 +272,97 @@ def by_kind(rows):
     """-> Counter of kernels: Triton's, matrix products, attention."""
     return Counter(kind.rpartition("aten.")[2].split(".")[-1 if "aten" not in kind else 0]
                    for kind, _, _ in rows)
+
+
+def lower(variants, card, collate):
+    """bench.py's table of kernels -> a row for each of its variants; pretend() comes first."""
+    print(f"{CARDS[card].name}, {CARDS[card].dtype}: forward and backward\n{'':6}"
+          f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels")
+    for v in variants:
+        model, cfg = v.build().train(), v.shape
+        tokens = torch.randint(4, cfg.cls_id, (v.batch_size, v.block_size))
+        tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
+        batch = collate(tokens, cfg, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
+        found = kernels(model, batch, card)
+        launches, size, seconds = estimate(found, card)
+        kinds = by_kind(found)
+        row = {"name": f"{v.peer or 'ours'} compiled", "card": card, "pe": v.pe,
+               "objective": v.objective, "batch_size": v.batch_size,
+               "block_size": v.block_size, "mask_rate": v.mask_rate,
+               "launches": launches, "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
+               "kernels": kinds}
+        print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{launches:9}{row['gb']:7.2f}"
+              f"{row['estimated_ms']:14.2f}  "
+              + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), flush=True)
+        yield row
+
+
+# --------------------------------------------------------------------------------------------------
+# Where there is a card
+
+def agree(variants):
+    """How far the loss and the gradient of one batch are from a CPU's in float32: the loss as a
+    difference, the gradient by the length of the difference over its own."""
+    print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'off by':>10}{'gradient off by':>17}")
+    for v in variants:
+        torch.manual_seed(0)
+        model = replace(v, batch_size=4).build().eval()     # dropout off
+        tokens = torch.randint(4, v.shape.cls_id, (4, v.block_size))
+        tokens[:, 0], tokens[:, -1] = v.shape.cls_id, v.shape.sep_id
+        batch, found = model.corrupt(tokens, 0), []
+        for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
+            model.to(device).zero_grad()
+            net = torch.compile(model) if v.compile and found else model
+            with autocast(device, dtype):
+                loss = net({name: x.to(device) for name, x in batch.items()})[0]
+            loss.backward()
+            grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            found.append((loss.item(), torch.cat(grads).float().cpu()))
+        (loss, a), (other, b) = found
+        row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile,
+               "loss": loss, "loss_off": abs(loss - other),
+               "gradient_off": float((a - b).norm() / a.norm())}
+        print(f"{v.pe:19}{v.objective:12}{loss:14.4f}{row['loss_off']:10.1e}"
+              f"{row['gradient_off']:17.1e}", flush=True)
+        yield row
+
+
+def every_line(file, given):
+    """Run what the file lacks of LINES, a process a command; a command is a row, written at once.
+    One that fails is a row too; one that LIMIT cuts goes on when it is asked for again."""
+    rows = read_json(file, rows=list)["rows"] if os.path.exists(file) else []
+    ours = {name: x for name, x in given.items() if name != "gpu"}
+    # train.py has no --pairs: with it this is a trial, there too.
+    trains = {name: ours[name] for name in ("device", "preset") if name in ours}
+    trains |= {"steps": ours["pairs"]} if "pairs" in ours else {}
+    for command in LINES:
+        if command in [row["command"] for row in rows if row["exit"] != "stopped"]:
+            continue
+        rows = [row for row in rows if row["command"] != command]
+        program, *words = command.split()
+        if training := program == "train.py":
+            part, flags = Path(words[-1], "log.jsonl"), trains
+        else:
+            part = Path(tempfile.mkdtemp(), "part.json")
+            flags = {**ours, "json": part}
+        words += [f"--{name}={x}" for name, x in flags.items()]
+        print(f"python {program} {' '.join(words)}", flush=True)
+        process = subprocess.Popen([sys.executable, Path(__file__).with_name(program), *words],
+                                   stderr=subprocess.PIPE, text=True)
+        row, began = {"command": command}, perf_counter()
+        try:
+            error = process.communicate(timeout=LIMIT)[1]
+            row["exit"] = process.returncode
+        except subprocess.TimeoutExpired:
+            process.terminate()         # a run is saved
+            error, row["exit"] = process.communicate()[1], "stopped" if training else "too long"
+        row["seconds"] = perf_counter() - began
+        if row["exit"]:
+            row["error"] = error.strip().splitlines()[-1:]
+        if part.exists() and training:
+            row["rows"] = [json.loads(line) for line in part.read_text().splitlines()[1:]]
+        elif part.exists():
+            row |= read_json(part)
+        rows.append(row)
+        write_json(file, {"rows": rows})
+        yield row
