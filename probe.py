@@ -88,7 +88,7 @@ PRIOR = 100                 # unseen words that a bigram's count is smoothed wit
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 NOT_COMPARED = set(
-    "pe objective steps out_dir cache device dtype compile log_every eval_every "
+    "pe objective steps out_dir cache device dtype compile log_every eval_every save_every "
     "keep_every resume".split()
 )
 

@@ -1818,7 +1818,7 @@ def test_rows_too_short_are_refused():
 # train.py and common.py
 
 TINY = shlex.split("--n_layer 1 --n_head 2 --d_model 16 --d_ff 32 --block_size 16 --batch_size 4 "
-                   "--warmup 2 --device cpu --log_every 3")
+                   "--warmup 2 --device cpu --log_every 3 --save_every 0")
 
 
 def train_flags(corpus_file, cache, out, *flags):
@@ -2154,6 +2154,18 @@ def whole_run(corpus_file, cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     run_train(corpus_file, cache, folder / "run", *SAVED_OFTEN)
     return weights(folder / "run")["model"]
+
+
+@pytest.mark.parametrize("seconds, steps", [("0", [3, 6, 9, 10]), ("1e6", [5, 10])])
+def test_saves_keep_their_distance(run, monkeypatch, seconds, steps):
+    """A save takes the time of hundreds of steps on a fast card: not at every validation, but
+    always where --keep_every says so, and at the end."""
+    write, saved = common.write_torch, []
+    monkeypatch.setattr(common, "write_torch", lambda file, state, *more: (
+        saved.append(state["step"]), write(file, state, *more)))
+    run("run", "--steps 10 --eval_every 3 --save_every", seconds, "--keep_every 5"
+        if seconds == "1e6" else "")
+    assert saved == steps
 
 
 @pytest.mark.parametrize("where, which", [("save", 3), ("link", 1), ("replace", 3)])

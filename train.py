@@ -90,6 +90,7 @@ FREE_FLAGS = {
     "log_every",
     "eval_every",
     "keep_every",
+    "save_every",
     "grad_accum",
 }
 
@@ -129,8 +130,9 @@ class TrainConfig:
     resume: bool = setting(
         False, "go on from the run folder's checkpoint, if it has one"
     )
-    eval_every: int = setting(
-        500, "steps between validations, which also save", "[1, 2e9]"
+    eval_every: int = setting(500, "steps between validations", "[1, 2e9]")
+    save_every: float = setting(
+        30.0, "a validation saves if the last save is so many seconds old", "[0, 1e9]"
     )
     keep_every: int = setting(
         0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]"
@@ -336,6 +338,7 @@ def train(args, progress):
     parameters = list(model.parameters())
     agree_every = max(1, STOP_EVERY // args.grad_accum)  # torchrun kills 30 s after its SIGTERM
     sums, since, began = {}, step, time.perf_counter()
+    saved_at = began
     bar = tqdm(
         total=args.steps,
         initial=step,
@@ -430,7 +433,8 @@ def train(args, progress):
                 handle.write(json.dumps(row) + "\n")
 
         # Save: everything that the next process needs to go on as if nothing had happened.
-        if main_process and (evaluating or keeping or stopping):
+        due = evaluating and time.perf_counter() - saved_at >= args.save_every
+        if main_process and (due or keeping or stopping or step == args.steps):
             state = {
                 **facts,
                 "tokenizer": tokenizer,
@@ -443,7 +447,7 @@ def train(args, progress):
             common.write_torch(folder / "ckpt.pt", state, folder / "ckpt_prev.pt")
             if keeping:
                 common.second_name(folder / "ckpt.pt", folder / f"ckpt_{step}.pt")
-            progress.saved = step
+            progress.saved, saved_at = step, time.perf_counter()
         if stopping:
             break
         sums.clear()
