@@ -2196,7 +2196,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(corpus_file, cache, tmp_path,
     assert steps == [6, 3] and not list((tmp_path / "run").glob("*.tmp"))
 
 
-def test_two_runs_in_one_folder(run, tmp_path, capsys):
+def test_two_runs_in_one_folder(run, corpus, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     with common.lock(tmp_path / "run"):
         assert "another process is training in" in one_line(capsys, run, "run", "--steps 1")

@@ -306,7 +306,9 @@ def train(args, progress):
     net, compiled = model, ""
     if world > 1:
         ids = [device.index] if device.type == "cuda" else None
-        net = DistributedDataParallel(model, device_ids=ids)
+        net = DistributedDataParallel(
+            model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
     if args.compile or args.compile is None and device.type == "cuda":
         compiled = ", not compiled: no compiler here"
         if common.can_compile(device):
