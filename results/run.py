@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "results" / "runs.jsonl"
 OUT = "out/results"
@@ -48,6 +50,7 @@ TABLES = {
         "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 64",
         "pplm": PPLM,
         "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
+        "pplm-from-mlm-3000": f"{READ} pplm --lr 5e-4 --init_from {OUT}/mlm-3000",
     },
     "docs": {
         "scratch": NONE,
@@ -68,6 +71,7 @@ FINETUNE = {
     "wiki": [f"{GLUE} mnli"],
 }
 BLIMP = {"wiki", "schemes"}  # minimal pairs are judged
+PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
 WEB = {"lab", "wiki", "schemes"}
 # P1's and P3's, the best known first.
 PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+rel rsin lsin
@@ -135,24 +139,57 @@ def read(file):
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def cells(row):
+    """What is known of a row -> {column: text}; an empty one is not known."""
+    known, words, indicators = row["baselines"], row["words"], row.get("indicators", {})
+    losses = [row.get(f"val_{x}", row["val_loss"]) for x in row["args"]["objective"].split("+")]
+    is_mlm = row["args"]["objective"] == "mlm"
+    left = [step for step, loss in row["curve"] if is_mlm and loss < PLATEAU]
+    judged = row.get("blimp", {"scores": {}})["scores"]
+    first = next(iter(judged.values()), {})     # pll, or what the objective has
+    numbers = {
+        "losses": losses,
+        "copy": [known.get("copy", known.get("pplm.copy"))],    # what places alone allow
+        "random words": [words["random"]],
+        "other order": [words["shuffled"]],
+        "AUC": [words["auc"]],
+        "BLiMP": [first.get("mean")],
+        "order-only": [first.get("order-only")],
+        "AIV": [indicators.get("aiv")] if judged else [None],
+        "OPR": [indicators.get("opr")] if judged else [None],
+    }
+    shown = {}
+    for name, values in numbers.items():
+        shown[name] = " ".join(f"{x:.3f}" for x in values if x is not None)
+    shown[f"steps to {PLATEAU}"] = str(left[0]) if left else ""
+    shown["minutes"] = f"{row['minutes']:.0f}"
+    scores = [f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})"
+              for score, x in row["scores"].items()]
+    return {"run": row["run"], "flags": f"`{TABLES[row['table']][row['run']]}`", **shown,
+            "scores": "; ".join(scores)}
+
+
 def print_table(table):
-    """Position losses stand beside `copy`, what the given places allow without a word."""
-    heads = "flags losses copy random_words other_order AUC minutes scores".split()
-    print(f"\n{table}\n\n| run | {' | '.join(heads)} |\n{'|---' * 9}|")
+    rows = [cells(row) for row in read(ROWS) if row["table"] == table]
+    if not rows:
+        return
+    columns = [name for name in rows[0] if any(row[name] for row in rows)]
+    print(f"\n{table}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for row in rows:
+        print(f"| {' | '.join(row[name] for name in columns)} |")
+
+
+def draw(table):
+    """The training losses of a table's runs, as a picture beside this file."""
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     for row in read(ROWS):
-        if row["table"] != table:
-            continue
-        known, words = row["baselines"], row["words"]
-        losses = [row.get(f"val_{x}", row["val_loss"]) for x in row["args"]["objective"].split("+")]
-        numbers = [known.get("copy", known.get("pplm.copy")), words["random"], words["shuffled"]]
-        cells = [f"{x:.3f}" if x else "" for x in [*numbers, words["auc"]]]
-        scores = []
-        for score, x in row["scores"].items():
-            scores.append(f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})")
-        cells += [f"{row['minutes']:.0f}", "; ".join(scores)]
-        shown = " ".join(f"{x:.3f}" for x in losses)
-        flags = TABLES[table][row["run"]]
-        print(f"| {row['run']} | `{flags}` | {shown} | {' | '.join(cells)} |")
+        if row["table"] == table:
+            steps, losses = zip(*row["curve"])
+            axes.plot(steps, losses, label=row["args"]["pe"])
+            axes.annotate(row["args"]["pe"], (steps[-1], losses[-1]))
+    axes.set(xlabel="step", ylabel="training loss (nats)", title="when mlm leaves its plateau")
+    figure.savefig(ROOT / "results" / f"{table}.png", dpi=110)
 
 
 def main():
@@ -165,6 +202,8 @@ def main():
                     handle.write(json.dumps(row) + "\n")
     for table in TABLES:
         print_table(table)
+    if "schemes" in sys.argv:
+        draw("schemes")
 
 
 if __name__ == "__main__":
