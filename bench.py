@@ -453,9 +453,9 @@ def table(args, given):
     pes, tasks = names_of(args)
     if args.gpu or args.agree or args.lower:
         import gpu  # and inductor with it: seconds, and memory
-    if args.gpu:
-        return gpu.every_line(args.gpu, given)
-    tables = {"sweep", "data", "finetune", "agree", "lower" if args.lower else "peer"}
+    tables = {"sweep", "data", "finetune", "agree", "gpu", "lower" if args.lower else "peer"}
+    if args.gpu:                        # whose commands have their own
+        tables |= {"pe", "objective", "compile", "dtype", "json"}
     if args.finetune:                   # which has rows, and an objective, of its own
         tables |= {"block_size", "mask_rate", "objective", "compile"}
     several = [name for name, names in (("pe", pes), ("objective", tasks)) if names[1:]]
@@ -479,6 +479,8 @@ def table(args, given):
         return gpu.lower(variants, args.lower, collate)
     if args.finetune:
         return bench_finetune(ours)
+    if args.gpu:
+        return gpu.every_line(args.gpu, given)
     if args.data:
         files = glob.glob(os.path.expanduser(args.data), recursive=True)
         if not files:

@@ -331,6 +331,7 @@ def every_line(file, given):
     """Run what the file lacks of LINES, a process a command; a command is a row, written at once.
     One that fails is a row too; one that LIMIT cuts goes on when it is asked for again."""
     rows = read_json(file, rows=list)["rows"] if os.path.exists(file) else []
+    write_json(file, {"rows": rows})    # what cannot be written shows at once
     ours = {name: x for name, x in given.items() if name != "gpu"}
     # train.py has no --pairs: with it this is a trial, there too.
     trains = {name: ours[name] for name in ("device", "preset") if name in ours}

@@ -4315,7 +4315,8 @@ def test_floor_in_the_docstring_is_the_one_counted():
     ("--data docs", "no file"),
     ("--finetune glue --compile", "--compile and --finetune do not go together"),
     ("--lower sm_90 --sweep", "--lower and --sweep do not go together"),
-    ("--lower sm_60", "invalid choice")])
+    ("--lower sm_60", "invalid choice"), ("--gpu no/such.json", "no/such.json"),
+    ("--gpu x.json --pe rel", "--gpu and --pe do not go together")])
 def test_bench_mistakes_are_one_line(flags, said, capsys):
     assert said in one_line(capsys, bench.main, ["--device", "cpu", *flags.split()])
 

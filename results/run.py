@@ -193,6 +193,8 @@ def draw(table):
 
 
 def main():
+    if unknown := set(sys.argv[1:]) - TABLES.keys():
+        sys.exit(f"error: no table {', '.join(unknown)}; choose from {', '.join(TABLES)}")
     for table in sys.argv[1:]:
         for name in TABLES[table]:
             done = {(row["table"], row["run"]) for row in read(ROWS)}
