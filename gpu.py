@@ -224,31 +224,34 @@ def kernels(model, batch, card):
         with patches(card), mock.patch.object(GraphLowering, "compile_to_module", count):
             return compile_fx(graph, inputs)
 
-    settings = dict(fx_graph_cache=False, compile_threads=1)
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers = {
+        "torch.cuda.get_device_capability": card.capability,
+        "torch.cuda.is_bf16_supported": True,
+        "torch.cuda.get_rng_state": state,
+        "torch.cuda.set_rng_state": None,
+        "torch.cuda.amp.common.amp_definitely_not_available": False,
+    }
     with ExitStack() as stack:
         stack.enter_context(torch._functorch.config.patch(
             force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
-        stack.enter_context(torch._inductor.config.patch(settings))
-        capability = mock.patch.object(torch.cuda, "get_device_capability", lambda: card.capability)
-        stack.enter_context(capability)
+        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1))
         stack.enter_context(
             mock.patch("torch.nn.functional.scaled_dot_product_attention", attention))
-        stack.enter_context(
-            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
-        for name in ("get_rng_state", "set_rng_state"):
-            state = torch.zeros(16, dtype=torch.uint8)
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *a, x=state: x))
-        stack.enter_context(mock.patch.object(torch.cuda, "is_bf16_supported", lambda *a: True))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(name, lambda *a, x=answer: x))
         warnings.simplefilter("ignore")
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode, known = FakeTensorMode(allow_non_fake_inputs=True), {}
 
         def fake(x):
-            return FakeTensor(mode, x.detach().to("meta"), torch.device("cuda", 0))
+            if x is not None and x not in known:            # what is tied stays tied
+                known[x] = FakeTensor(mode, x.detach().to("meta"), torch.device("cuda", 0))
+                if isinstance(x, torch.nn.Parameter):
+                    known[x] = torch.nn.Parameter(known[x])
+            return known.get(x)
         for module in model.modules():
-            for name, x in module._parameters.items():
-                module._parameters[name] = x if x is None else torch.nn.Parameter(fake(x))
-            for name, x in module._buffers.items():
-                module._buffers[name] = x if x is None else fake(x)
+            for tensors in (module._parameters, module._buffers):
+                tensors.update({name: fake(x) for name, x in tensors.items()})
         batch = {name: fake(x) for name, x in batch.items()}
         torch._dynamo.reset()
         net = torch.compile(model, backend=lower, fullgraph=True)
