@@ -516,7 +516,8 @@ def main(argv=None):
     args, given = parse_args(argv)
     rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
-        if args.lower:
+        lines = table(args, given)
+        if args.lower:                  # may start this program anew: nothing was printed yet
             import gpu
             gpu.pretend()
         device, dtype = args.machine
@@ -525,7 +526,7 @@ def main(argv=None):
             chip = torch.cuda.get_device_name()
         machine = f"{chip}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}"
         print(f"{machine}; preset {args.preset}")
-        for row in table(args, given):
+        for row in lines:
             rows.append(row)
             if args.json:
                 write_json(args.json, {"machine": machine, "rows": rows})

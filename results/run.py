@@ -25,6 +25,7 @@ OUT = "out/results"
 READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
 KEPT = "pe objective preset seed steps lr n_head pos_rate batch_size block_size".split()
 PPLM = "--pe tupe_r --objective pplm"
+FROM_MLM = f"{READ} pplm --lr 5e-4 --init_from {OUT}/mlm-3000"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
 TABLES = {
     "demo": {"mlm": "--pe tupe_r", "pplm": PPLM},
@@ -50,7 +51,7 @@ TABLES = {
         "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 64",
         "pplm": PPLM,
         "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
-        "pplm-from-mlm-3000": f"{READ} pplm --lr 5e-4 --init_from {OUT}/mlm-3000",
+        "pplm-from-mlm-3000": FROM_MLM,
     },
     "docs": {
         "scratch": NONE,
@@ -58,6 +59,7 @@ TABLES = {
         "mlm-3000": "--pe tupe_r --n_head 16 --steps 3000",
         "read": f"{READ} mlm+pplm --steps 3000",
         "pplm": PPLM,
+        "pplm-from-mlm-3000": FROM_MLM,
         "taco": "--pe tupe_r --objective taco",
     },
     "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
