@@ -90,7 +90,7 @@ for pe in ("tupe_r", "abs"):
             TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
         flags = flags.replace("--preset lab", "--steps 3000")
         TABLES["wiki"][f"wiki-{pe}-{objective}"] = flags
-for pe in "abs tupe_r t5 rel rope bert_ad".split():
+for pe in "none abs t5 bert_ad rel tupe_r".split():
     TABLES["plateau"][f"wiki-{pe}-s1337"] = f"--pe {pe} --steps 3000 --seed 1337"
 for seed in (1337, 1):
     for pe in PES:
@@ -193,7 +193,7 @@ def draw(table):
         if row["table"] == table:
             steps, losses = zip(*row["curve"])
             axes.plot(steps, losses, label=row["args"]["pe"])
-            axes.annotate(row["args"]["pe"], (steps[-1], losses[-1]))
+    axes.legend()
     axes.set(xlabel="step", ylabel="training loss (nats)", title="when mlm leaves its plateau")
     figure.savefig(ROOT / "results" / f"{table}.png", dpi=110)
 
