@@ -92,6 +92,12 @@ from objectives import (
 
 SWEEP = (128, 256, 512, 1024, 2048)     # rows of so many tokens
 SIZES = ("batch_size", "block_size", "mask_rate")       # the preset's, where not given
+# Tables that have something of their own, or no use for it.
+WITHOUT = {
+    "finetune": {"block_size", "mask_rate", "objective", "compile"},
+    "lower": {"compile", "device", "dtype", "pairs", "warmup"},
+    "gpu": {"pe", "objective", "compile", "dtype", "json"},
+}
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,13 @@ class BenchConfig:
     def shape(self):
         return pick_fields(EncoderConfig, self.training, pe=self.pe, max_len=self.block_size,
                            vocab_size=8192 if self.training.tokenizer == "bpe" else 50265)
+
+    def rows(self):
+        """Random words between [CLS] and [SEP] -> (B, L). RoBERTa's own specials are 0 .. 3."""
+        cfg = self.shape
+        tokens = torch.randint(4, cfg.cls_id, (self.batch_size, self.block_size))
+        tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
+        return tokens
 
     def build(self):
         """-> the model. Raises ValueError on what there is not, or what does not go together."""
@@ -235,9 +248,7 @@ def pretraining(v):
     torch.manual_seed(0)
     model, cfg = v.build(), v.shape
     net = torch.compile(model) if v.compile else model
-    # RoBERTa's own specials are 0 .. 3.
-    tokens = torch.randint(4, cfg.cls_id, (v.batch_size, v.block_size), device=v.machine[0])
-    tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
+    tokens = v.rows().to(v.machine[0])
 
     def loss():
         if v.peer:
@@ -454,10 +465,8 @@ def table(args, given):
     if args.gpu or args.agree or args.lower:
         import gpu  # and inductor with it: seconds, and memory
     tables = {"sweep", "data", "finetune", "agree", "gpu", "lower" if args.lower else "peer"}
-    if args.gpu:                        # whose commands have their own
-        tables |= {"pe", "objective", "compile", "dtype", "json"}
-    if args.finetune:                   # which has rows, and an objective, of its own
-        tables |= {"block_size", "mask_rate", "objective", "compile"}
+    for name, without in WITHOUT.items():
+        tables |= without if getattr(args, name) else set()
     several = [name for name, names in (("pe", pes), ("objective", tasks)) if names[1:]]
     if args.lower or args.agree:        # which take all pairs of them
         several = []
@@ -474,6 +483,7 @@ def table(args, given):
     if args.agree:
         return gpu.agree(variants)
     if args.lower:
+        gpu.pretend()                   # may start this program anew: nothing was printed yet
         if args.peer:
             variants.append(replace(ours, peer="hf", pe="abs", objective="mlm"))
         return gpu.lower(variants, args.lower, collate)
@@ -495,10 +505,9 @@ def table(args, given):
         tokens = max(ours.batch_size * ours.block_size, SWEEP[-1])
         variants = [replace(ours, batch_size=tokens // L, block_size=L) for L in SWEEP]
         return compare(variants, variants[0], SWEEP[0])
-    field, names, base = "pe", pes, "abs"
+    field, base = "pe", "abs"
     if tasks != ["mlm"] and len(pes) == 1:
-        field, names, base = "objective", tasks, "mlm"
-    variants = [replace(ours, **{field: name}) for name in names]
+        field, base = "objective", "mlm"
     return compare(variants, replace(ours, **{field: base}), base)
 
 
@@ -516,10 +525,7 @@ def main(argv=None):
     args, given = parse_args(argv)
     rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
-        lines = table(args, given)
-        if args.lower:                  # may start this program anew: nothing was printed yet
-            import gpu
-            gpu.pretend()
+        lines = table(args, given)      # measures nothing yet
         device, dtype = args.machine
         chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         if device.type == "cuda":

@@ -24,7 +24,6 @@ import tempfile
 import warnings
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -206,7 +205,8 @@ def kernels(model, batch, card):
     operations)], a kernel a row. pretend() comes first; the model's parameters are replaced."""
     card, found = CARDS[card], []
 
-    def count(graph):               # in place of writing and compiling the kernels
+    def count(graph):
+        """In place of writing and compiling the kernels."""
         with V.set_graph_handler(graph):
             graph.init_wrapper_code()
             graph._update_scheduler()
@@ -282,10 +282,8 @@ def lower(variants, card, collate):
     print(f"{CARDS[card].name}, {CARDS[card].dtype}: forward and backward\n{'':6}"
           f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels")
     for v in variants:
-        model, cfg = v.build().train(), v.shape
-        tokens = torch.randint(4, cfg.cls_id, (v.batch_size, v.block_size))
-        tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
-        batch = collate(tokens, cfg, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
+        model, tokens = v.build().train(), v.rows()
+        batch = collate(tokens, v.shape, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
         found = kernels(model, batch, card)
         launches, size, seconds = estimate(found, card)
         kinds = by_kind(found)
@@ -309,10 +307,8 @@ def agree(variants):
     print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'off by':>10}{'gradient off by':>17}")
     for v in variants:
         torch.manual_seed(0)
-        model = replace(v, batch_size=4).build().eval()     # dropout off
-        tokens = torch.randint(4, v.shape.cls_id, (4, v.block_size))
-        tokens[:, 0], tokens[:, -1] = v.shape.cls_id, v.shape.sep_id
-        batch, found = model.corrupt(tokens, 0), []
+        model = v.build().eval()        # dropout off
+        batch, found = model.corrupt(v.rows(), 0), []
         for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
             model.to(device).zero_grad()
             net = torch.compile(model) if v.compile and found else model
@@ -347,7 +343,7 @@ def every_line(file, given):
         if training := program == "train.py":
             part, flags = Path(words[-1], "log.jsonl"), trains
         else:
-            part = Path(tempfile.mkdtemp(), "part.json")
+            part = Path(f"{file}.part")
             flags = {**ours, "json": part}
         words += [f"--{name}={x}" for name, x in flags.items()]
         print(f"python {program} {' '.join(words)}", flush=True)
@@ -367,6 +363,7 @@ def every_line(file, given):
             row["rows"] = [json.loads(line) for line in part.read_text().splitlines()[1:]]
         elif part.exists():
             row |= read_json(part)
+            part.unlink()
         rows.append(row)
         write_json(file, {"rows": rows})
         yield row

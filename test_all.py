@@ -4316,7 +4316,8 @@ def test_floor_in_the_docstring_is_the_one_counted():
     ("--finetune glue --compile", "--compile and --finetune do not go together"),
     ("--lower sm_90 --sweep", "--lower and --sweep do not go together"),
     ("--lower sm_60", "invalid choice"), ("--gpu no/such.json", "no/such.json"),
-    ("--gpu x.json --pe rel", "--gpu and --pe do not go together")])
+    ("--gpu x.json --pe rel", "--gpu and --pe do not go together"),
+    ("--lower sm_90", "--device and --lower do not go together")])
 def test_bench_mistakes_are_one_line(flags, said, capsys):
     assert said in one_line(capsys, bench.main, ["--device", "cpu", *flags.split()])
 
