@@ -23,6 +23,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -3803,6 +3804,42 @@ def test_damaged_files_are_left_out(probed, said, tmp_path):
     assert "results.jsonl: 4 damaged lines left out" in out
     for name in ("rows", "checkpoint"):
         assert out.count(f"{tmp_path / name} left out: ") == 1
+
+
+def test_driver_of_the_tables():
+    """results/run.py: every row is commands that the programs take; rows of one name are one run;
+    correlations are Pearson's, without `none` and rows of another time."""
+    pytest.importorskip("matplotlib")
+    driver, recipes = runpy.run_path(str(HERE / "results" / "run.py")), {}
+    for table, runs in driver["TABLES"].items():
+        for name in runs:
+            commands = [shlex.split(x)[1:] for x in driver["commands"](table, name)]
+            assert [x[0] for x in commands[:2]] == ["train.py", "probe.py"]
+            for file, *flags in commands:
+                program = {"train.py": train, "probe.py": probe, "finetune.py": finetune}[file]
+                args = vars(program.parse_args(flags))
+                if program is train:
+                    assert recipes.setdefault(name, args) == args
+    rng, rows = np.random.default_rng(0), []
+    for pe in ("none", "abs", "sin", "t5", "rel", "older"):
+        x = list(rng.random(9))
+        row = {"args": {"pe": pe}, "val_loss": x[0], "indicators": {"aiv": x[1], "sd": x[2]}}
+        row["blimp"] = {"scores": {"pll": {"mean": x[3], "order-only": x[4]}}}
+        row["ranges"] = [[n, x[5] ** n, x[6] * n] for n in driver["RANGES"]]
+        rows.append(row)
+    del rows[-1]["ranges"]
+    table = {row["violated"]: row for row in driver["correlations"](rows)}
+    kept = rows[1:-1]
+    for name, x in {
+        "aiv": [row["indicators"]["aiv"] for row in kept],
+        "opr, 5 offsets": [row["ranges"][1][1] for row in kept],
+        "db, 20 offsets": [row["ranges"][3][2] for row in kept],
+    }.items():
+        for score, y in {
+            "- loss": [-row["val_loss"] for row in kept],
+            "order-only": [row["blimp"]["scores"]["pll"]["order-only"] for row in kept],
+        }.items():
+            assert table[name][score] == pytest.approx(np.corrcoef(x, y)[0, 1])
 
 
 def test_dynamics_of_a_run(probed, corpus, said, tmp_path):

@@ -4,7 +4,7 @@
     python results/run.py reading docs          # run what these two lack; stopped, it goes on
     TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue BLIMP=path/to/blimp python results/run.py wiki
 
-lab, wiki, plateau and schemes train on $TEXT, Wikipedia and books. A run trains in
+lab, wiki, plateau, schemes and objectives train on $TEXT, Wikipedia and books. A run trains in
 out/results/NAME, is probed there and fine-tuned; what came out is a line of results/runs.jsonl. To
 make a row again, delete its line and its folder.
 """
@@ -15,9 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from model import Encoder, EncoderConfig  # noqa: E402
+from probe import db, opr, pearson, print_table  # noqa: E402
+
 ROWS = ROOT / "results" / "runs.jsonl"
 OUT = "out/results"
 
@@ -49,6 +54,7 @@ TABLES = {
         "read-content": f"{READ} mlm+pplm --pair_scores content",
         "read-linear": f"{READ} mlm+pplm --pair_head linear",
         "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 64",
+        "read-.15-then-.30": f"{READ} mlm+pplm --pos_rate .30 --init_from {OUT}/read-1500",
         "pplm": PPLM,
         "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
         "pplm-from-mlm-3000": FROM_MLM,
@@ -66,6 +72,7 @@ TABLES = {
     "wiki": {"wiki-scratch": f"--n_head 16 {NONE}"},
     "plateau": {},
     "schemes": {},
+    "objectives": {},
 }
 GLUE = "--data_dir $GLUE --seeds 3 --task"
 FINETUNE = {
@@ -73,9 +80,10 @@ FINETUNE = {
     "lab": [f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"],
     "wiki": [f"{GLUE} mnli"],
 }
-BLIMP = {"wiki", "schemes"}  # minimal pairs are judged
+BLIMP = {"wiki", "schemes", "objectives"}  # minimal pairs are judged
+RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
 PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
-WEB = {"lab", "wiki", "plateau", "schemes"}
+WEB = {"lab", "wiki", "plateau", "schemes", "objectives"}
 # P1's and P3's, the best known first.
 PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+rel rsin lsin
 abs+rsin abs+rlsin lsin+rel lsin+rsin lsin+rlsin tupe_a_tie_cls""".split()
@@ -95,6 +103,17 @@ for pe in "none abs t5 bert_ad rel tupe_r".split():
 for seed in (1337, 1):
     for pe in PES:
         TABLES["schemes"][f"wiki-{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
+    for pe in ("tupe_r", "abs"):  # P2's and what is left of P0's
+        for name, flags in {
+            "": "mlm",
+            "taco-": "taco",
+            "concentrated-": "taco --tc_on masked",
+            "tp-": "mlm --mlm_on all",
+            "clm-": "clm",
+            "pmlm-": "pmlm --pos_rate .15 --n_head 16",
+        }.items():
+            flags = f"--pe {pe} --objective {flags} --steps 3000 --seed {seed}"
+            TABLES["objectives"][f"wiki-{pe}-{name}s{seed}"] = flags
 
 
 def commands(table, name):
@@ -126,10 +145,13 @@ def run(table, name):
     row = {"table": table, "run": name, "git": first["git"], "baselines": first["baselines"]}
     row["args"] = {key: first["args"][key] for key in KEPT}
     row["curve"] = [[x["step"], round(x["loss"], 3)] for x in lines]
+    row["val_curve"] = [[x["step"], round(x["val_mlm"], 3)] for x in lines if "val_mlm" in x]
     row["minutes"] = statistics.mean(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
     found = json.loads((folder / "probe" / "probe.json").read_text())
     row["words"], row["indicators"] = found["words"], found["indicators"]["without_specials"]
+    A = np.array(found["map"])[1:-1, 1:-1]      # without [CLS] and [SEP]
+    row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
     if (judged := folder / "blimp" / "probe.json").exists():
         judged = json.loads(judged.read_text())
         row["blimp"] = {key: judged[key] for key in ("pairs", "ties", "scores")}
@@ -147,8 +169,10 @@ def read(file):
 def cells(row):
     """What is known of a row -> {column: text}; an empty one is not known."""
     known, words = row["baselines"], row["words"]
-    indicators = row.get("indicators", {}) if row["table"] in ("plateau", "schemes") else {}
-    losses = [row.get(f"val_{x}", row["val_loss"]) for x in row["args"]["objective"].split("+")]
+    schemes = row["table"] in ("plateau", "schemes")
+    indicators = row.get("indicators", {}) if schemes else {}
+    parts = row["args"]["objective"].replace("taco", "mlm+tc").split("+")
+    losses = [row.get(f"val_{x}", row["val_loss"]) for x in parts]
     is_mlm = row["args"]["objective"] == "mlm"
     left = [step for step, loss in row["curve"] if is_mlm and loss < PLATEAU]
     judged = row.get("blimp", {"scores": {}})["scores"]
@@ -164,25 +188,50 @@ def cells(row):
         "AIV": [indicators.get("aiv")],
         "OPR": [indicators.get("opr")],
     }
-    shown = {}
+    shown = {"run": row["run"], "flags": f"`{TABLES[row['table']][row['run']]}`"}
+    if schemes:
+        config = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
+        shown["parameters"] = sum(p.numel() for p in Encoder(config).pe.parameters())
     for name, values in numbers.items():
         shown[name] = " ".join(f"{x:.3f}" for x in values if x is not None)
     shown[f"steps to {PLATEAU}"] = str(left[0]) if left else ""
+    if row["table"] == "objectives":
+        shown["validation mlm, every 500 steps"] = " ".join(f"{x:.3f}" for _, x in row["val_curve"])
     shown["minutes"] = f"{row['minutes']:.0f}"
     scores = [f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})"
               for score, x in row["scores"].items()]
-    return {"run": row["run"], "flags": f"`{TABLES[row['table']][row['run']]}`", **shown,
-            "scores": "; ".join(scores)}
+    return {**shown, "scores": "; ".join(scores)}
 
 
-def print_table(table):
-    rows = [cells(row) for row in read(ROWS) if row["table"] == table]
-    if not rows:
-        return
-    columns = [name for name in rows[0] if any(row[name] for row in rows)]
-    print(f"\n{table}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for row in rows:
-        print(f"| {' | '.join(row[name] for name in columns)} |")
+def correlations(rows):
+    """P3's table 5 and fig 5: Pearson's r, over runs, of how far a property is violated and of a
+    score; positive: better where it is violated. P3 leaves `none` out (footnote 11)."""
+    rows = [row for row in rows if row["args"]["pe"] != "none" and "ranges" in row]
+    judged = [next(iter(row["blimp"]["scores"].values())) for row in rows]
+    scores = {"- loss": [-row["val_loss"] for row in rows],
+              "BLiMP": [found["mean"] for found in judged],
+              "order-only": [found["order-only"] for found in judged]}
+    found = {}
+    for name in ("aiv", "sd"):
+        found[name] = [row["indicators"][name] for row in rows]
+    for column, name in ((1, "opr"), (2, "db")):
+        for i, n in enumerate(RANGES):
+            found[f"{name}, {n} offsets"] = [row["ranges"][i][column] for row in rows]
+    return [{"violated": name, **{score: pearson(x, y) for score, y in scores.items()}}
+            for name, x in found.items()]
+
+
+def show(table):
+    """Print a table of what has been run."""
+    rows = [row for row in read(ROWS) if row["table"] == table]
+    if rows:
+        lines = [cells(row) for row in rows]
+        empty = {name for name in lines[0] if not any(line[name] for line in lines)}
+        print(f"\n{table}\n")
+        print_table([{name: line[name] for name in line if name not in empty} for line in lines])
+    if table == "schemes" and len(rows) > 2:
+        print()
+        print_table(correlations(rows))
 
 
 def draw(table):
@@ -209,7 +258,7 @@ def main():
                 with open(ROWS, "a") as handle:
                     handle.write(json.dumps(row) + "\n")
     for table in TABLES:
-        print_table(table)
+        show(table)
     if "plateau" in sys.argv:
         draw("plateau")
 
