@@ -101,6 +101,9 @@ for pe in ("tupe_r", "abs"):
 for pe in "none abs t5 bert_ad rel tupe_r".split():
     TABLES["plateau"][f"wiki-{pe}-s1337"] = f"--pe {pe} --steps 3000 --seed 1337"
 for seed in (1337, 1):
+    for pe in ("tupe_a", "tupe_r", "abs"):          # does P1's order hang on the rate?
+        flags = f"--pe {pe} --steps 3000 --lr 1e-3 --seed {seed}"
+        TABLES["schemes"][f"wiki-{pe}-lr1e-3-s{seed}"] = flags
     for pe in PES:
         TABLES["schemes"][f"wiki-{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
     for pe in ("tupe_r", "abs"):  # P2's and what is left of P0's
