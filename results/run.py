@@ -81,6 +81,7 @@ FINETUNE = {
     "wiki": [f"{GLUE} mnli"],
 }
 BLIMP = {"wiki", "schemes", "objectives"}  # minimal pairs are judged
+NOT_JUDGED = ("wiki-scratch", "tupe_r-tc-", "abs-tc-")  # these cannot say what is likelier
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
 PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
 WEB = {"lab", "wiki", "plateau", "schemes", "objectives"}
@@ -108,15 +109,16 @@ for seed in (1337, 1):
         TABLES["schemes"][f"wiki-{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
     for pe in ("tupe_r", "abs"):  # P2's and what is left of P0's
         for name, flags in {
-            "": "mlm",
-            "taco-": "taco",
-            "concentrated-": "taco --tc_on masked",
-            "tp-": "mlm --mlm_on all",
-            "clm-": "clm",
-            "pmlm-": "pmlm --pos_rate .15 --n_head 16",
+            "mlm": "mlm",
+            "taco": "taco",
+            "concentrated": "taco --tc_on masked",
+            "tp": "mlm --mlm_on all",
+            "tc": "tc",
+            "clm": "clm",
+            "pmlm": "pmlm --pos_rate .15 --n_head 16",
         }.items():
-            flags = f"--pe {pe} --objective {flags} --steps 3000 --seed {seed}"
-            TABLES["objectives"][f"wiki-{pe}-{name}s{seed}"] = flags
+            flags = f"--pe {pe} --objective {flags} --steps 3000 --seed {seed} --keep_every 500"
+            TABLES["objectives"][f"{pe}-{name}-s{seed}"] = flags
 
 
 def commands(table, name):
@@ -127,7 +129,9 @@ def commands(table, name):
         f"python train.py {TABLES[table][name]}{text} --resume --out_dir {out}",
         f"python probe.py --ckpt {out}",
     ]
-    if table in BLIMP and "scratch" not in name:
+    if table == "objectives":
+        made.append(f"python probe.py --dynamics {out}")
+    if table in BLIMP and not name.startswith(NOT_JUDGED):
         made.append(f'python probe.py --blimp "$BLIMP" --ckpt {out}')
     for task in FINETUNE.get(table, []):
         made.append(f"python finetune.py {task} --ckpt {out}")
@@ -158,6 +162,9 @@ def run(table, name):
     if (judged := folder / "blimp" / "probe.json").exists():
         judged = json.loads(judged.read_text())
         row["blimp"] = {key: judged[key] for key in ("pairs", "ties", "scores")}
+    if table == "objectives":
+        steps = json.loads((folder / "dynamics" / "probe.json").read_text())["steps"]
+        row["contexts"] = [[x["step"], round(x["contextual score"], 4)] for x in steps]
     row["scores"] = {}
     for result in read(folder / "results.jsonl") if table in FINETUNE else ():
         for metric, value in result["metrics"].items():
@@ -199,7 +206,8 @@ def cells(row):
         shown[name] = " ".join(f"{x:.3f}" for x in values if x is not None)
     shown[f"steps to {PLATEAU}"] = str(left[0]) if left else ""
     if row["table"] == "objectives":
-        shown["validation mlm, every 500 steps"] = " ".join(f"{x:.3f}" for _, x in row["val_curve"])
+        for name in ("val_curve", "contexts"):          # every 500 steps
+            shown[name] = " ".join(f"{x:.3f}" for _, x in row[name])
     shown["minutes"] = f"{row['minutes']:.0f}"
     scores = [f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})"
               for score, x in row["scores"].items()]
