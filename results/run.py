@@ -10,6 +10,7 @@ make a row again, delete its line and its folder.
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -147,7 +148,10 @@ def run(table, name):
     for command in commands(table, name):
         print(command, flush=True)
         with open(folder / "run.log", "a") as log:
-            subprocess.run(command, shell=True, cwd=ROOT, stdout=log, stderr=log, check=True)
+            done = subprocess.run(command, shell=True, cwd=ROOT, stdout=log, stderr=log)
+        if done.returncode:
+            why = (folder / "run.log").read_text().strip().rpartition("\n")[2]
+            sys.exit(f"error: it ended with {done.returncode}; {OUT}/{name}/run.log: {why}")
     first, *lines = read(folder / "log.jsonl")
     row = {"table": table, "run": name, "git": first["git"], "baselines": first["baselines"]}
     row["args"] = {key: first["args"][key] for key in KEPT}
@@ -262,6 +266,10 @@ def main():
     if unknown := set(sys.argv[1:]) - TABLES.keys():
         sys.exit(f"error: no table {', '.join(unknown)}; choose from {', '.join(TABLES)}")
     for table in sys.argv[1:]:
+        text = str([commands(table, name) for name in TABLES[table]])
+        for name in ("TEXT", "GLUE", "BLIMP"):
+            if f"${name}" in text and name not in os.environ:
+                sys.exit(f"error: {table} needs ${name}: see the top of this file")
         for name in TABLES[table]:
             done = {(row["table"], row["run"]) for row in read(ROWS)}
             if (table, name) not in done:
