@@ -10,6 +10,7 @@ line and its folder.
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -220,18 +221,20 @@ def cells(row):
 
 def correlations(rows):
     """P3's table 5 and fig 5: Pearson's r, over runs, of how far a property is violated and of a
-    score; positive: better where it is violated. P3 leaves `none` out (footnote 11)."""
-    rows = [row for row in rows if row["args"]["pe"] != "none" and "ranges" in row]
-    judged = [next(iter(row["blimp"]["scores"].values())) for row in rows]
-    scores = {"- loss": [-row["val_loss"] for row in rows],
-              "BLiMP": [found["mean"] for found in judged],
-              "order-only": [found["order-only"] for found in judged]}
-    found = {}
+    score; positive: better where it is violated. P3 leaves `none` out (footnote 11). What a row does
+    not have is left out of its pairs."""
+    rows = [row for row in rows if row["args"]["pe"] != "none"]
+    scores, found = {"- loss": [-row["val_loss"] for row in rows], "BLiMP": [], "order-only": []}, {}
+    for row in rows:
+        judged = next(iter(row.get("blimp", {"scores": {}})["scores"].values()), {})
+        scores["BLiMP"].append(judged.get("mean", math.nan))
+        scores["order-only"].append(judged.get("order-only", math.nan))
     for name in ("aiv", "sd"):
         found[name] = [row["indicators"][name] for row in rows]
     for column, name in ((1, "opr"), (2, "db")):
         for i, n in enumerate(RANGES):
-            found[f"{name}, {n} offsets"] = [row["ranges"][i][column] for row in rows]
+            values = [row["ranges"][i][column] if "ranges" in row else math.nan for row in rows]
+            found[f"{name}, {n} offsets"] = values
     return [{"violated": name, **{score: pearson(x, y) for score, y in scores.items()}}
             for name, x in found.items()]
 
@@ -244,9 +247,10 @@ def show(table):
         empty = {name for name in lines[0] if not any(line[name] for line in lines)}
         print(f"\n{table}\n")
         print_table([{name: line[name] for name in line if name not in empty} for line in lines])
-    if table == "schemes" and len(rows) > 2:
-        print()
-        print_table(correlations(rows))
+    if table == "rates":
+        runs = {row["run"]: row for row in read(ROWS) if row["table"] in ("schemes", "rates")}
+        print(f"\nPearson's r over {len(runs)} runs of mlm, those with `none` left out")
+        print_table(correlations(runs.values()))
 
 
 def draw(table):
