@@ -158,7 +158,7 @@ def run(table, name):
     row["args"] = {key: first["args"][key] for key in KEPT}
     row["curve"] = [[x["step"], round(x["loss"], 3)] for x in lines]
     row["val_curve"] = [[x["step"], round(x["val_mlm"], 3)] for x in lines if "val_mlm" in x]
-    row["minutes"] = statistics.mean(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
+    row["minutes"] = statistics.median(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
     found = json.loads((folder / "probe" / "probe.json").read_text())
     row["words"], row["indicators"] = found["words"], found["indicators"]["without_specials"]
@@ -221,10 +221,11 @@ def cells(row):
 
 def correlations(rows):
     """P3's table 5 and fig 5: Pearson's r, over runs, of how far a property is violated and of a
-    score; positive: better where it is violated. P3 leaves `none` out (footnote 11). What a row does
-    not have is left out of its pairs."""
+    score; positive: better where it is violated. P3 leaves `none` out (footnote 11), and so does
+    this; a row counts where it has both numbers."""
     rows = [row for row in rows if row["args"]["pe"] != "none"]
-    scores, found = {"- loss": [-row["val_loss"] for row in rows], "BLiMP": [], "order-only": []}, {}
+    scores = {"- loss": [-row["val_loss"] for row in rows], "BLiMP": [], "order-only": []}
+    found = {}
     for row in rows:
         judged = next(iter(row.get("blimp", {"scores": {}})["scores"].values()), {})
         scores["BLiMP"].append(judged.get("mean", math.nan))
