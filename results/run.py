@@ -251,7 +251,7 @@ def show(table):
         print_table([{name: line[name] for name in line if name not in empty} for line in lines])
     if table == "rates":
         runs = {row["run"]: row for row in read(ROWS) if row["table"] in SCHEMES}
-        print(f"\nPearson's r over {len(runs)} runs of mlm, those with `none` left out")
+        print("\nP3's table 5 and fig 5: Pearson's r over the runs of these tables\n")
         print_table(correlations(runs.values()))
 
 
