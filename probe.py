@@ -685,7 +685,7 @@ def pearson(x, y):
     return float(np.corrcoef(both)[0, 1])
 
 
-def correlations(runs):
+def correlations(runs, names=("opr", "opr_20", "aiv", "aiv w/o", "sd", "db")):
     """P3 table 5, over runs of one objective -> rows of a table. `none` is left out, far from all
     others (footnote 11)."""
     groups, table = {}, []
@@ -697,7 +697,7 @@ def correlations(runs):
         rows, values = zip(*group)
         if len(rows) > 2:
             found = {"objective": objective, "score": score, "runs": len(rows)}
-            for name in ("opr", "opr_20", "aiv", "aiv w/o", "sd", "db"):
+            for name in names:
                 found[name] = pearson([row[name] for row in rows], values)
             table.append(found)
     return table

@@ -3823,16 +3823,17 @@ def test_driver_of_the_tables():
     rng, rows = np.random.default_rng(0), []
     for pe in ("none", "abs", "sin", "t5", "rel", "older"):
         x = list(rng.random(9))
-        row = {"args": {"pe": pe}, "val_loss": x[0], "indicators": {"aiv": x[1], "sd": x[2]}}
+        row = {"args": {"pe": pe, "objective": "mlm"}, "val_loss": x[0]}
+        row["indicators"] = {"aiv": x[1], "sd": x[2]}
         row["blimp"] = {"scores": {"pll": {"mean": x[3], "order-only": x[4]}}}
         row["ranges"] = [[n, x[5] ** n, x[6] * n] for n in driver["RANGES"]]
         rows.append(row)
     del rows[-1]["ranges"], rows[-2]["blimp"]
-    table = {row["violated"]: row for row in driver["correlations"](rows)}
+    table = {row["score"]: row for row in driver["properties"](rows)}
     for name, x in {
         "aiv": lambda row: row["indicators"]["aiv"],
-        "opr, 5 offsets": lambda row: row["ranges"][1][1],
-        "db, 20 offsets": lambda row: row["ranges"][3][2],
+        "opr 5": lambda row: row["ranges"][1][1],
+        "db 20": lambda row: row["ranges"][3][2],
     }.items():
         for score, y in {
             "- loss": lambda row: -row["val_loss"],
@@ -3841,7 +3842,7 @@ def test_driver_of_the_tables():
             kept = rows[1:-1] if name != "aiv" else rows[1:]
             kept = [row for row in kept if score == "- loss" or "blimp" in row]
             r = np.corrcoef([x(row) for row in kept], [y(row) for row in kept])[0, 1]
-            assert table[name][score] == pytest.approx(r)
+            assert table[score][name] == pytest.approx(r)
 
 
 def test_dynamics_of_a_run(probed, corpus, said, tmp_path):

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from model import Encoder, EncoderConfig  # noqa: E402
-from probe import db, opr, pearson, print_table  # noqa: E402
+from probe import correlations, db, opr, print_table  # noqa: E402
 
 ROWS = ROOT / "results" / "runs.jsonl"
 OUT = "out/results"
@@ -220,25 +220,22 @@ def cells(row):
     return {**shown, "scores": "; ".join(scores)}
 
 
-def correlations(rows):
-    """P3's table 5 and fig 5: Pearson's r, over runs, of how far a property is violated and of a
-    score; positive: better where it is violated. P3 leaves `none` out (footnote 11), and so does
-    this; a row counts where it has both numbers."""
-    rows = [row for row in rows if row["args"]["pe"] != "none"]
-    scores = {"- loss": [-row["val_loss"] for row in rows], "BLiMP": [], "order-only": []}
-    found = {}
+def properties(rows):
+    """P3's table 5 and fig 5: Pearson's r, over runs, of how far a property is violated, among so
+    many neighbours, and of a score; positive: better where it is violated."""
+    names = ["aiv", "sd", *(f"opr {n}" for n in RANGES), *(f"db {n}" for n in RANGES)]
+    runs = []
     for row in rows:
-        judged = next(iter(row.get("blimp", {"scores": {}})["scores"].values()), {})
-        scores["BLiMP"].append(judged.get("mean", math.nan))
-        scores["order-only"].append(judged.get("order-only", math.nan))
-    for name in ("aiv", "sd"):
-        found[name] = [row["indicators"][name] for row in rows]
-    for column, name in ((1, "opr"), (2, "db")):
-        for i, n in enumerate(RANGES):
-            values = [row["ranges"][i][column] if "ranges" in row else math.nan for row in rows]
-            found[f"{name}, {n} offsets"] = values
-    return [{"violated": name, **{score: pearson(x, y) for score, y in scores.items()}}
-            for name, x in found.items()]
+        run = {**dict.fromkeys(names, math.nan), **row["args"], "scores": {}}
+        run |= {name: row["indicators"][name] for name in ("aiv", "sd")}
+        for n, *values in row.get("ranges", ()):
+            run[f"opr {n}"], run[f"db {n}"] = values
+        run["scores"]["- loss"] = -row["val_loss"]
+        if "blimp" in row:
+            judged = next(iter(row["blimp"]["scores"].values()))
+            run["scores"] |= {"BLiMP": judged["mean"], "order-only": judged["order-only"]}
+        runs.append(run)
+    return correlations(runs, names)
 
 
 def show(table):
@@ -252,7 +249,7 @@ def show(table):
     if table == "rates":
         runs = {row["run"]: row for row in read(ROWS) if row["table"] in SCHEMES}
         print("\nP3's table 5 and fig 5: Pearson's r over the runs of these tables\n")
-        print_table(correlations(runs.values()))
+        print_table(properties(runs.values()))
 
 
 def draw(table):
