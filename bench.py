@@ -78,7 +78,7 @@ from common import (
     setting,
     write_json,
 )
-from fast import step_or_skip
+from fast import compiled, step_or_skip
 from model import SCHEMES, Encoder, EncoderConfig, parse_pe
 from objectives import (
     MLM,
@@ -247,8 +247,9 @@ def pretraining(v):
     """-> a function that makes a step on random tokens, and says in how many seconds."""
     torch.manual_seed(0)
     model, cfg = v.build(), v.shape
-    net = torch.compile(model) if v.compile else model
-    tokens = v.rows().to(v.machine[0])
+    net, tokens = model, v.rows().to(v.machine[0])
+    if v.compile:                       # a peer as its users do
+        net = torch.compile(net) if v.peer else compiled(net, v.machine[0])
 
     def loss():
         if v.peer:

@@ -36,10 +36,12 @@ import torch._inductor.config
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import MultiOutput
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from common import autocast, read_json, write_json
+from fast import compiled
 from model import SCHEMES
 from objectives import OBJECTIVES, of_kind
 
@@ -200,9 +202,10 @@ class Done(Exception):
     """The graphs are known: nothing is run."""
 
 
-def kernels(model, batch, card):
-    """Forward and backward of a model and its batch, compiled for a card -> [(kind, bytes,
-    operations)], a kernel a row. pretend() comes first; the model's parameters are replaced."""
+def kernels(model, batch, card, combo=True):
+    """Forward and backward of a model and its batch, compiled for a card, with fast.compiled's
+    combo kernels or without -> [(kind, bytes, operations)], a kernel a row. pretend() comes first;
+    the model's parameters are replaced."""
     card, found = CARDS[card], []
 
     def count(graph):
@@ -212,7 +215,8 @@ def kernels(model, batch, card):
             graph._update_scheduler()
             for node in graph.scheduler.nodes:
                 kind = getattr(node.node, "python_kernel_name", None) or "triton"
-                if type(node).__name__ != "NopKernelSchedulerNode":
+                unpacked = isinstance(node.node, MultiOutput)       # of a kernel that is counted
+                if type(node).__name__ != "NopKernelSchedulerNode" and not unpacked:
                     size = node.get_read_write_buffers_sizes()
                     found.append((kind, size, node.estimate_flops() or 0))
 
@@ -235,7 +239,8 @@ def kernels(model, batch, card):
     with ExitStack() as stack:
         stack.enter_context(torch._functorch.config.patch(
             force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
-        stack.enter_context(torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1))
+        stack.enter_context(torch._inductor.config.patch(
+            fx_graph_cache=False, compile_threads=1, combo_kernels=combo))
         stack.enter_context(
             mock.patch("torch.nn.functional.scaled_dot_product_attention", attention))
         for name, answer in answers.items():
@@ -284,7 +289,7 @@ def lower(variants, card, collate):
     for v in variants:
         model, tokens = v.build().train(), v.rows()
         batch = collate(tokens, v.shape, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
-        found = kernels(model, batch, card)
+        found = kernels(model, batch, card, combo=not v.peer)
         launches, size, seconds = estimate(found, card)
         kinds = by_kind(found)
         row = {"name": f"{v.peer or 'ours'} compiled", "card": card, "pe": v.pe,
@@ -311,7 +316,7 @@ def agree(variants):
         batch, found = model.corrupt(v.rows(), 0), []
         for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
             model.to(device).zero_grad()
-            net = torch.compile(model) if v.compile and found else model
+            net = compiled(model, device) if v.compile and found else model
             with autocast(device, dtype):
                 loss = net({name: x.to(device) for name, x in batch.items()})[0]
             loss.backward()

@@ -308,7 +308,7 @@ class TokenObjective(Objective):
         would copy all logits."""
         x = self.norm(F.gelu(self.dense(hidden)))
         bias = F.pad(self.bias, (0, -self.vocab_size % 64), value=-torch.inf)
-        return F.linear(x, encoder.tok.weight) + bias
+        return F.linear(x, encoder.tok.weight, bias)
 
     def score(self, encoder, hidden, target, weight):
         """hidden (N, C), target (N,), weight (N,) bool -> mean cross-entropy, accuracy (0 in

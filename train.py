@@ -33,7 +33,7 @@ import probe
 from baselines import baselines, unigram_entropy
 from common import one_line_errors, pick_fields, read_checkpoint, read_rows, setting
 from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
-from fast import step_or_skip
+from fast import compiled, step_or_skip
 from model import PE_NAMES, Encoder, EncoderConfig
 from objectives import (
     OBJECTIVES,
@@ -303,16 +303,16 @@ def train(args, progress):
     progress.saved = step
 
     # ---- What runs: the model, wrapped for several processes, compiled where that pays.
-    net, compiled = model, ""
+    net, how = model, ""
     if world > 1:
         ids = [device.index] if device.type == "cuda" else None
         net = DistributedDataParallel(
             model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
         )
     if args.compile or args.compile is None and device.type == "cuda":
-        compiled = ", not compiled: no compiler here"
+        how = ", not compiled: no compiler here"
         if common.can_compile(device):
-            net, compiled = torch.compile(net), ", compiled"
+            net, how = compiled(net, device), ", compiled"
     if main_process:
         n_parameters = sum(p.numel() for p in model.parameters())
         print(
@@ -322,7 +322,7 @@ def train(args, progress):
             f"{batches.n:,} rows"
         )
         print(
-            f"{device}, {str(dtype).removeprefix('torch.')} ({why}){compiled}; "
+            f"{device}, {str(dtype).removeprefix('torch.')} ({why}){how}; "
             f"{flops / 1e9:.0f} GFLOP a step; the run lives in {folder}"
         )
         print(
