@@ -4,9 +4,6 @@ To understand the project the plain twins are enough: the mean of loss_in_chunks
 and the words of a batch are scored, and the clipped update of step_or_skip.
 """
 
-import math
-from collections.abc import Sequence
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -19,17 +16,17 @@ CHUNK_BYTES = 1 << 30  # float32 logits of pairs or of words that may be alive a
 # Dropout
 
 
-@torch.library.custom_op("fast::bits", mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
-def bits(size: Sequence[int]) -> torch.Tensor:
-    """Random int16, four from one draw. An operator, so that a compiler takes it as it is."""
-    n = math.prod(size)
-    draws = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None)
-    return draws.view(torch.int16)[:n].view(size)
+@torch.library.custom_op("fast::draw", mutates_args=("kept",))
+def draw(kept: torch.Tensor, cut: int) -> None:
+    """Fill kept, in place, with 0 where 16 random bits (four times from one draw) are below cut,
+    else with 1 over the share of those that are not.
 
-
-@bits.register_fake
-def _(size):
-    return torch.empty(size, dtype=torch.int16)
+    An operator, so that a compiler takes it as it is; in place, because of two calls with the same
+    arguments it would make one, and all layers would drop the same numbers.
+    """
+    draws = torch.empty(-(-kept.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    numbers = draws.view(torch.int16)[: kept.numel()].view(kept.shape)
+    kept.copy_(numbers >= cut - 32768).mul_(65536 / (65536 - cut))
 
 
 def drop(x, p):
@@ -43,8 +40,9 @@ def drop(x, p):
     if x.device.type != "cpu":
         return F.dropout(x, p)
     cut = min(round(65536 * p), 65535)
-    kept = bits(x.shape).ge_(cut - 32768)
-    return x * kept.to(x.dtype).mul_(65536 / (65536 - cut))
+    kept = torch.empty(x.shape, dtype=x.dtype)
+    draw(kept, cut)
+    return x * kept
 
 
 class Dropout(nn.Dropout):

@@ -1118,6 +1118,18 @@ def test_dropout_on_a_cpu():
     assert torch.equal(fast.dropout(.1)(x), y) and isinstance(fast.dropout(0), torch.nn.Identity)
 
 
+def test_compiled_dropouts_are_independent():
+    """Calls of the same shape are not made one, and the backward pass has its forward's mask."""
+    x = torch.full((300, 301), 2.0, requires_grad=True)
+    twice = torch.compile(lambda x: (fast.drop(x, .5), fast.drop(x + 1, .5)), fullgraph=True,
+                          backend="aot_eager_decomp_partition")
+    a, b = twice(x)
+    a.sum().backward()
+    assert torch.equal(x.grad, a.detach() / 2)
+    for other in (b, twice(x)[0]):      # dropped by both: a quarter
+        assert abs(((a == 0) & (other == 0)).float().mean() - .25) < .01
+
+
 # ==================================================================================================
 # objectives.py
 
