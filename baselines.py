@@ -12,7 +12,8 @@ pplm and its kin, for rows of n = L - 2 eligible tokens:
   some_moved  pplm_some: which places moved
   binary      pplm_binary: how often the given offset is the true one
 
-Below copy, tokens are being read; below moved, free_slots and some_moved, order is known.
+Below copy, tokens are being read; below moved, free_slots and some_moved, order is known for sure.
+Above these probe.py asks whether the loss rises when the words stand in another order.
 """
 
 import math

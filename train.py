@@ -76,8 +76,8 @@ PRESETS = {
 }
 # fmt: on
 STOP_EVERY = 10  # micro-batches between agreeing to stop, of processes
-# Flags that do not alter what a run computes: they may change when it is resumed.
-# 2 processes x 1 is 1 process x 2: the product is compared
+# Flags that may change when a run is resumed: the machine's, and those of files and logs. Of
+# grad_accum the product with the number of processes is compared (identity).
 FREE_FLAGS = {
     "resume",
     "init_from",
