@@ -460,7 +460,8 @@ def load_strict(module, weights, path):
 
 
 def warm_start(module, checkpoint, path) -> dict:
-    """Load what fits of a checkpoint's weights into a module with another scheme, objective or max_len.
+    """Load what fits of a checkpoint's weights into a module with another scheme, objective or
+    max_len.
 
     Weights are matched by name, so those of another positional scheme start fresh (P3 swaps the
     scheme under a trained model). With a larger max_len the trained rows of tables are kept and the

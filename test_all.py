@@ -3857,6 +3857,26 @@ def test_driver_of_the_tables():
             assert table[score][name] == pytest.approx(r)
 
 
+def test_driver_runs_what_is_missing(tmp_path, monkeypatch):
+    """Of tables or of single runs; and says in a line what it cannot find."""
+    main = runpy.run_path(str(HERE / "results" / "run.py"))["main"]
+    made, names = [], main.__globals__
+    names["ROWS"], names["show"] = tmp_path / "runs.jsonl", made.append
+    names["run"] = lambda table, name: {"table": table, "run": name}
+
+    def rows(*asked):
+        monkeypatch.setattr(sys, "argv", ["run.py", *asked])
+        main()
+        return [(row["table"], row["run"]) for row in names["read"](names["ROWS"])]
+    assert rows("read-32") == [("reading", "read-32")] and set(made) == names["TABLES"].keys()
+    seeds = [("seeds", name) for name in names["TABLES"]["seeds"]]
+    assert rows("mlm-rope", "seeds", "read-32")[1:] == [("demo", "mlm-rope"), *seeds]
+    for asked, why in ("read-33", "no table or run read-33"), ("lab", "needs $TEXT"):
+        monkeypatch.delenv("TEXT", raising=False)
+        with pytest.raises(SystemExit, match=re.escape(why)):
+            rows(asked)
+
+
 def test_dynamics_of_a_run(probed, corpus, said, tmp_path):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("quick\tfox\t7.5\nlazy\tzebra\t1\n")

@@ -1,7 +1,8 @@
 """The tables of RESULTS.md: every row is a command, run here where its results are missing.
 
     python results/run.py                       # print what has been run
-    python results/run.py reading docs          # run what these two lack; stopped, it goes on
+    python results/run.py docs reading          # run what these tables lack; stopped, it goes on
+    python results/run.py read-32 mlm-rope      # what these runs lack
     TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue BLIMP=path/to/blimp python results/run.py wiki
 
 From lab on they train on $TEXT, Wikipedia and books. A run trains in out/results/NAME, is probed
@@ -266,19 +267,20 @@ def draw(table):
 
 
 def main():
-    if unknown := set(sys.argv[1:]) - TABLES.keys():
-        sys.exit(f"error: no table {', '.join(unknown)}; choose from {', '.join(TABLES)}")
-    for table in sys.argv[1:]:
-        text = str([commands(table, name) for name in TABLES[table]])
-        for name in ("TEXT", "GLUE", "BLIMP"):
-            if f"${name}" in text and name not in os.environ:
-                sys.exit(f"error: {table} needs ${name}: see the top of this file")
-        for name in TABLES[table]:
-            done = {(row["table"], row["run"]) for row in read(ROWS)}
-            if (table, name) not in done:
-                row = run(table, name)
-                with open(ROWS, "a") as handle:
-                    handle.write(json.dumps(row) + "\n")
+    asked, wanted = set(sys.argv[1:]), []
+    for table, runs in TABLES.items():
+        wanted += [(table, name) for name in runs if asked & {table, name}]
+    if unknown := asked - {name for pair in wanted for name in pair}:
+        sys.exit(f"error: no table or run {', '.join(unknown)}; tables: {', '.join(TABLES)}")
+    text = str([commands(*pair) for pair in wanted])
+    for name in ("TEXT", "GLUE", "BLIMP"):
+        if f"${name}" in text and name not in os.environ:
+            sys.exit(f"error: this needs ${name}: see the top of {Path(__file__).name}")
+    for table, name in wanted:
+        if (table, name) not in {(row["table"], row["run"]) for row in read(ROWS)}:
+            row = run(table, name)
+            with open(ROWS, "a") as handle:
+                handle.write(json.dumps(row) + "\n")
     for table in TABLES:
         show(table)
     if "plateau" in sys.argv:
