@@ -77,19 +77,21 @@ TABLES = {
     "schemes": {},
     "rates": {},            # does the order of schemes hang on the rate?
     "objectives": {},
+    "glue": {"tupe_r-scratch": NONE},
 }
 GLUE = "--data_dir $GLUE --seeds 3 --task"
 FINETUNE = {
     "docs": ["--task docs --seeds 5"],
     "lab": [f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"],
     "wiki": [f"{GLUE} mnli"],
+    "glue": [f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"],
 }
 BLIMP = {"wiki", "schemes", "objectives"}  # minimal pairs are judged
 NOT_JUDGED = ("wiki-scratch", "tupe_r-tc-", "abs-tc-")  # these cannot say what is likelier
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
 PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
 SCHEMES = {"plateau", "schemes", "rates"}
-WEB = {"lab", "wiki", "objectives"} | SCHEMES
+WEB = {"lab", "wiki", "objectives", "glue"} | SCHEMES
 # P1's and P3's, the best known first.
 PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+rel rsin lsin
 abs+rsin abs+rlsin lsin+rel lsin+rsin lsin+rlsin tupe_a_tie_cls""".split()
@@ -123,6 +125,8 @@ for seed in (1337, 1):
         }.items():
             flags = f"--pe {pe} --objective {flags} --steps 3000 --seed {seed} --keep_every 500"
             TABLES["objectives"][f"{pe}-{name}-s{seed}"] = flags
+            if pe == "tupe_r" and name in ("mlm", "taco", "concentrated", "tp"):
+                TABLES["glue"][f"{pe}-{name}-s{seed}"] = flags
 
 
 def commands(table, name):
