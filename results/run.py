@@ -274,7 +274,7 @@ def main():
     asked, wanted = set(sys.argv[1:]), []
     for table, runs in TABLES.items():
         wanted += [(table, name) for name in runs if asked & {table, name}]
-    if unknown := asked - {name for pair in wanted for name in pair}:
+    if unknown := asked.difference(*wanted):
         sys.exit(f"error: no table or run {', '.join(unknown)}; tables: {', '.join(TABLES)}")
     text = str([commands(*pair) for pair in wanted])
     for name in ("TEXT", "GLUE", "BLIMP"):
