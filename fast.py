@@ -1,5 +1,5 @@
-"""The same results, faster. Each piece opens with its plain twin; a test holds the two equal (of
-dropout what it does: the draws are others).
+"""The same results, faster. Each piece opens with its plain twin; a test holds the two equal
+(dropout's draws are others, at the same rate).
 
 To understand the project the plain twins are enough: the mean of loss_in_chunks, by which the pairs
 and the words of a batch are scored, and the clipped update of step_or_skip.

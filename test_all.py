@@ -3860,15 +3860,15 @@ def test_driver_of_the_tables():
 def test_driver_runs_what_is_missing(tmp_path, monkeypatch):
     """Of tables or of single runs; and says in a line what it cannot find."""
     main = runpy.run_path(str(HERE / "results" / "run.py"))["main"]
-    made, names = [], main.__globals__
-    names["ROWS"], names["show"] = tmp_path / "runs.jsonl", made.append
+    shown, names = [], main.__globals__
+    names["ROWS"], names["show"] = tmp_path / "runs.jsonl", shown.append
     names["run"] = lambda table, name: {"table": table, "run": name}
 
     def rows(*asked):
         monkeypatch.setattr(sys, "argv", ["run.py", *asked])
         main()
         return [(row["table"], row["run"]) for row in names["read"](names["ROWS"])]
-    assert rows("read-32") == [("reading", "read-32")] and set(made) == names["TABLES"].keys()
+    assert rows("read-32") == [("reading", "read-32")] and set(shown) == names["TABLES"].keys()
     seeds = [("seeds", name) for name in names["TABLES"]["seeds"]]
     assert rows("mlm-rope", "seeds", "read-32")[1:] == [("demo", "mlm-rope"), *seeds]
     for asked, why in ("read-33", "no table or run read-33"), ("lab", "needs $TEXT"):

@@ -80,11 +80,12 @@ TABLES = {
     "glue": {"tupe_r-scratch": NONE},
 }
 GLUE = "--data_dir $GLUE --seeds 3 --task"
+MNLI, *REST = f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"
 FINETUNE = {
     "docs": ["--task docs --seeds 5"],
-    "lab": [f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"],
-    "wiki": [f"{GLUE} mnli"],
-    "glue": [f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"],
+    "lab": [MNLI, *REST],
+    "wiki": [MNLI],
+    "glue": [MNLI, *REST],
 }
 BLIMP = {"wiki", "schemes", "objectives"}  # minimal pairs are judged
 NOT_JUDGED = ("wiki-scratch", "tupe_r-tc-", "abs-tc-")  # these cannot say what is likelier
