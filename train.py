@@ -57,7 +57,7 @@ FAST, BERT = (
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
-                 grad_accum=1, lr=2e-3, warmup=100, steps=1500, mask_rate=.15, dropout=0.,
+                 grad_accum=1, lr=3e-3, warmup=500, steps=1500, mask_rate=.15, dropout=0.,
                  **FAST, **DOCS),
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64,
                 grad_accum=1, lr=1e-3, warmup=300, steps=3000, mask_rate=.15, dropout=0.,
@@ -108,9 +108,9 @@ class TrainConfig:
         1500, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
     )
     lr: float = setting(
-        2e-3, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"
+        3e-3, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"
     )
-    warmup: int = setting(100, "steps of warm-up", "[0, 2e9]")
+    warmup: int = setting(500, "steps of warm-up", "[0, 2e9]")
     weight_decay: float = setting(0.01, "on matrices only", "[0, 1e9)")
     beta1: float = setting(0.9, "Adam's first decay", "[0, 1)")
     beta2: float = setting(0.98, "Adam's second decay", "[0, 1)")
