@@ -3832,6 +3832,8 @@ def test_driver_of_the_tables():
                 args = vars(program.parse_args(flags))
                 if program is train:
                     assert recipes.setdefault(name, args) == args
+                    if args["init_from"]:                       # it has been trained before
+                        assert Path(args["init_from"]).name in recipes
     rng, rows = np.random.default_rng(0), []
     for pe in ("none", "abs", "sin", "t5", "rel", "older"):
         x = list(rng.random(9))

@@ -38,6 +38,15 @@ NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: fr
 TABLES = {
     "first": {"first-pplm": PPLM},
     "demo": {"mlm": "--pe tupe_r", "pplm": PPLM},
+    "docs": {
+        "scratch": NONE,
+        "mlm": "--pe tupe_r",
+        "mlm-3000": "--pe tupe_r --n_head 16 --steps 3000",
+        "read": f"{READ} mlm+pplm --steps 3000",
+        "pplm": PPLM,
+        "pplm-from-mlm-3000": FROM_MLM,
+        "taco": "--pe tupe_r --objective taco",
+    },
     "seeds": {
         "read": f"{READ} mlm+pplm --steps 3000",
         "read-1": f"{READ} mlm+pplm --steps 3000 --seed 1",
@@ -63,21 +72,22 @@ TABLES = {
         "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
         "pplm-from-mlm-3000": FROM_MLM,
     },
-    "docs": {
-        "scratch": NONE,
-        "mlm": "--pe tupe_r",
-        "mlm-3000": "--pe tupe_r --n_head 16 --steps 3000",
-        "read": f"{READ} mlm+pplm --steps 3000",
-        "pplm": PPLM,
-        "pplm-from-mlm-3000": FROM_MLM,
-        "taco": "--pe tupe_r --objective taco",
+    "worth": {
+        "first-tupe_r-s1337": "--pe tupe_r --seed 1337",
+        "first-tupe_r-16-heads": "--pe tupe_r --n_head 16",
+        "first-read-1500-s1337": f"{READ} mlm+pplm --steps 1500 --seed 1337",
+        "first-pplm": PPLM,
+        "first-taco": "--pe tupe_r --objective taco",
     },
     "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
     "wiki": {"wiki-scratch": f"--n_head 16 {NONE}"},
     "plateau": {},
     "schemes": {},
     "rates": {},            # does the order of schemes hang on the rate?
-    "warm": {},             # or on rate and warm-up?
+    "warm": {               # or on the warm-up? And what does taco do with a longer one?
+        "warm-taco": "--pe tupe_r --objective taco --steps 3000",
+        "warm-concentrated": "--pe tupe_r --objective taco --tc_on masked --steps 3000",
+    },
     "objectives": {},
     "glue": {"tupe_r-scratch": NONE},
 }
@@ -85,6 +95,7 @@ GLUE = "--data_dir $GLUE --seeds 3 --task"
 MNLI, *REST = f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"
 FINETUNE = {
     "docs": ["--task docs --seeds 5"],
+    "worth": ["--task docs --seeds 5"],
     "lab": [MNLI, *REST],
     "wiki": [MNLI],
     "glue": [MNLI, *REST],
@@ -96,7 +107,7 @@ PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs
 SCHEMES = {"plateau", "schemes", "rates", "warm"}
 WEB = {"lab", "wiki", "objectives", "glue"} | SCHEMES
 OLD = "--lr 2e-3 --warmup 100 "     # demo's, when all tables were run but these:
-TODAY = {"first", "warm", "lab"}
+TODAY = {"first", "worth", "warm", "lab"}
 # P1's and P3's, the best known first.
 PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+rel rsin lsin
 abs+rsin abs+rlsin lsin+rel lsin+rsin lsin+rlsin tupe_a_tie_cls""".split()
@@ -105,7 +116,9 @@ for pe in "abs sin t5 rel bert_ad tupe_a rope".split():
 for seed in (1337, 1, 2, 3):
     for pe in ("tupe_r", "abs"):
         TABLES["first"][f"first-{pe}-s{seed}"] = f"--pe {pe} --seed {seed}"
-    TABLES["first"][f"first-read-s{seed}"] = f"{READ} mlm+pplm --steps 3000 --seed {seed}"
+    for steps in (1500, 3000):
+        flags = f"{READ} mlm+pplm --steps {steps} --seed {seed}"
+        TABLES["first"][f"first-read-{steps}-s{seed}"] = flags
 for pe in ("tupe_r", "abs"):
     for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
         flags = f"--preset lab --n_head 16 --pe {pe} --objective {objective}"
@@ -264,7 +277,8 @@ def show(table):
         print(f"\n{table}\n")
         print_table([{name: line[name] for name in line if name not in empty} for line in lines])
     if table == "rates":
-        runs = {row["run"]: row for row in read(ROWS) if row["table"] in SCHEMES}
+        runs = {row["run"]: row for row in read(ROWS)
+                if row["table"] in SCHEMES and row["args"]["objective"] == "mlm"}
         print("\nP3's table 5 and fig 5: Pearson's r over the runs of these tables\n")
         print_table(properties(runs.values()))
 
