@@ -33,6 +33,7 @@ OUT = "out/results"
 READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
 KEPT = "pe objective preset seed steps lr warmup n_head pos_rate batch_size block_size".split()
 PPLM = "--pe tupe_r --objective pplm"
+TACO = "--pe tupe_r --objective taco --steps 3000"
 FROM_MLM = f"{READ} pplm --lr 5e-4 --init_from {OUT}/mlm-3000"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
 TABLES = {
@@ -85,8 +86,9 @@ TABLES = {
     "schemes": {},
     "rates": {},            # does the order of schemes hang on the rate?
     "warm": {               # or on the warm-up? And what does taco do with a longer one?
-        "warm-taco": "--pe tupe_r --objective taco --steps 3000",
-        "warm-concentrated": "--pe tupe_r --objective taco --tc_on masked --steps 3000",
+        "warm-taco": TACO,
+        "warm-concentrated": f"{TACO} --tc_on masked",
+        "warm-concentrated-lr1e-3": f"{TACO} --tc_on masked --lr 1e-3",
     },
     "objectives": {},
     "glue": {"tupe_r-scratch": NONE},
