@@ -115,7 +115,7 @@ PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+r
 abs+rsin abs+rlsin lsin+rel lsin+rsin lsin+rlsin tupe_a_tie_cls""".split()
 for pe in "abs sin t5 rel bert_ad tupe_a rope".split():
     TABLES["demo"][f"mlm-{pe}"] = f"--pe {pe}"
-for seed in (1337, 1, 2, 3):
+for seed in (1337, 1, 2):
     for pe in ("tupe_r", "abs"):
         TABLES["first"][f"first-{pe}-s{seed}"] = f"--pe {pe} --seed {seed}"
     for steps in (1500, 3000):
