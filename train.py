@@ -60,7 +60,7 @@ PRESETS = {
                  grad_accum=1, lr=3e-3, warmup=500, steps=1500, mask_rate=.15, dropout=0.,
                  **FAST, **DOCS),
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64,
-                grad_accum=1, lr=1e-3, warmup=300, steps=3000, mask_rate=.15, dropout=0.,
+                grad_accum=1, lr=2e-3, warmup=500, steps=3000, mask_rate=.15, dropout=0.,
                 **FAST, **DOCS),
     "paper": dict(n_layer=12, d_model=256, n_head=16, d_ff=1024, block_size=128, batch_size=64,
                   grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **FAST, **WEB),
