@@ -128,7 +128,7 @@ def compiled(net, device):
 # Losses
 
 
-def loss_in_chunks(head, x, target, weight, measure, predict=None, width=0):
+def loss_in_chunks(head, x, target, weight, measure, predict, width):
     """Mean of measure(head(x), target) and share of right predictions, both weighted.
 
     The plain twin:
@@ -171,7 +171,7 @@ def loss_in_chunks(head, x, target, weight, measure, predict=None, width=0):
 
 
 def step_or_skip(parameters, optimizer, scaler):
-    """Clip the gradient and update, unless it is not finite; clears it. -> () 1.0 if skipped.
+    """Clip the gradient, update unless it is not finite, clear it. -> () 1.0 if skipped.
 
     The plain twin, which waits for the device at every step:
 

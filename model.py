@@ -38,9 +38,10 @@ tupe_r_factored     P1 sec 5        bias           tupe_r with b_r = r_r F_Q . r
 rope                Su 2021         edit_qk        q, k rotated by position
 alibi               Press 2021      bias           -slope_h |r|
 
-and the sums of P3: abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Any other sum in
-which no two parts want the same hook works too: rope+t5, abs+alibi, sin+rel_k. One special case
-reaches into objectives.py: rel_k has a table a layer, so its pair head brings one of its own.
+and the sums of P3: abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Any other sum
+works too if no two parts use the same hook and none is marked `alone`: rope+t5, abs+alibi,
+sin+rel_k. One special case reaches into objectives.py: rel_k has a table a layer, so its pair head
+brings one of its own.
 """
 
 import math
@@ -73,7 +74,7 @@ T5_MAX_DISTANCE = 128
 
 @dataclass
 class EncoderConfig:
-    """The one home of every default of the architecture; those with a text are flags, too.
+    """Every default of the architecture. A field with a help text is a flag, too.
 
     Raises ValueError on a shape that cannot be built.
     """
@@ -132,8 +133,8 @@ def offset_matrix(pos):
 
 
 def hidden_pairs(pos):
-    """(1 or B, L) -> (1 or B, L, L) bool: i != j and at least one end hidden. i = j is by index, so
-    it keeps offset 0."""
+    """(1 or B, L) -> (1 or B, L, L) bool: i != j and at least one end hidden. A token's pair with
+    itself is never hidden: its offset is 0."""
     hidden = pos == UNKNOWN_POS
     diagonal = torch.eye(
         pos.size(1), dtype=torch.bool, device=pos.device
@@ -210,10 +211,10 @@ class XavierLinear(nn.Linear):
 
 
 class Component(nn.Module):
-    """The seam: a scheme is one small class, which overrides some of these, and a line in SCHEMES.
+    """To add a scheme, subclass this, override some of its four hooks, and add a line to SCHEMES.
 
-    A learned frequency is a parameter called w, and a table of offsets one of 2 * 64 + 2 rows:
-    probe.py draws what it finds.
+    Call learned frequencies w, and give a table of offsets 2 * 64 + 2 rows: by these probe.py finds
+    and draws them.
     """
 
     scale_terms = 1  # content logits are divided by sqrt(scale_terms * D)
@@ -456,8 +457,8 @@ def reset_cls(v, theta):
     """P1 eq 9. v (B, H, L, L), theta (2, H): row [CLS] becomes theta_1, the rest of column [CLS]
     theta_2.
 
-    theta_1 fills a whole row, so softmax cancels it and it never gets a gradient: kept for the
-    figures.
+    theta_1 fills a whole row, so the softmax cancels it and it never gets a gradient; it is here
+    because the paper has it.
     """
     first = torch.arange(v.size(-1), device=v.device) == 0      # [CLS] is index 0
     row, column = theta.view(2, -1, 1, 1)
@@ -471,8 +472,8 @@ class Tupe(Component):
         s_ij = q_i . k_j / sqrt(2D) + reset(p_i U_Q . p_j U_K / sqrt(2D) + b_r)
 
     BERT adds positions to words once, at the input, so its logits mix word with position ("how much
-    does `cat` attend to place 7?", P1 eq 6). TUPE keeps the two apart: here is the second sum, made
-    of positions alone. The first, q_i . k_j, is every block's own.
+    does `cat` attend to place 7?", P1 eq 6). TUPE keeps the two apart: this class computes the
+    second term, from positions alone; the first, q_i . k_j, each block computes itself.
     """
 
     alone = True
@@ -489,7 +490,7 @@ class Tupe(Component):
 
     def bias(self, pos):
         # Each position has a vector p_i with projections of its own, U_Q and U_K, which no word
-        # ever meets. Two unit-size terms are summed, words and positions: hence sqrt(2D).
+        # ever meets. Two terms of about the same size are added: sqrt(2D) keeps their sum at it.
         q, k, all_q, all_k = self.positions(pos)                # (1 or B, H, L, D)
         v = q @ k.transpose(-1, -2) * self.scale                # (1 or B, H, L, L)
         # tupe_r: and what depends on the offset alone, a number per head and bucket.
@@ -606,7 +607,8 @@ def used_hooks(name):
 
 
 def parse_pe(pe: str) -> list[str]:
-    """'abs+t5' -> ['abs', 't5']. Raises ValueError, with the reason, on what is not legal."""
+    """'abs+t5' -> ['abs', 't5']. Raises ValueError, with the reason, on what is not legal; names
+    in SCHEMES always are."""
     parts = []
     for name in pe.split("+"):
         meaning = SCHEMES.get(name)
@@ -645,7 +647,7 @@ class Pairs:
         self.index = index
 
     def rows(self, table):
-        """The rows that pick and add_up count in: (R, D)."""
+        """The table as pick and add_up index it: here as it is, (R, D)."""
         return table
 
     def pick(self, x):
@@ -696,7 +698,7 @@ class PositionalScheme(nn.Module):
 
     def bias_and_mask(self, pos, pad, causal, dtype):
         """What is added to the logits of every layer: the scheme's bias, and -inf where pad or
-        causal forbid to look -> (1 or B, 1 or H, 1 or L, L), or None."""
+        causal forbid to look -> (1 or B, 1 or H, L, L), (L, L) of causal alone, or None."""
         bias = masked = None
         if self.at["bias"]:
             bias = self.at["bias"].bias(pos)
@@ -732,11 +734,12 @@ class PositionalScheme(nn.Module):
         else:
             part = self.at["offset_tables"]
             keys, values = part.offset_tables(layer)
-        # q_i . a_r for all R rows, then each pair picks its row: never an (L, L, D) tensor. It is
-        # q before the rotation: rope's would meet a_r, which no rotation undoes.
-        pairs = Pairs(offset_index(pos))
-        if in_order:
+        # q_i . a_r for all R rows, then each pair picks its row: never an (L, L, D) tensor. With
+        # rope, q is taken before its rotation, for a_r is not rotated.
+        if in_order:  # pos is 0 .. L-1
             pairs = fast.InOrder(q.size(2), MAX_OFFSET)
+        else:
+            pairs = Pairs(offset_index(pos))
         keys = pairs.rows(keys).to(q.dtype)                     # (R, D)
         term = plain * self.scale @ keys.t()                    # (B, H, L, R)
         term = pairs.pick(term)                                 # (B, H, L, L)
@@ -877,7 +880,7 @@ class Encoder(nn.Module):
     def layer_logits(
         self, tokens, layer=0, pos=None, pad=None, causal=False
     ):
-        """Logits of one layer, dropout off: (B, L) token ids -> (B, H, L, L)."""
+        """Logits of one layer, dropout off: tokens (B, L), pos (1 or B, L) -> (B, H, L, L)."""
         was_training = self.training
         self.eval()
         if pos is None:
@@ -889,7 +892,7 @@ class Encoder(nn.Module):
         return self.logits(q, k, pos, layer, pad, causal)
 
     def attention(self, tokens, layer=0, pos=None, pad=None):
-        """Attention probabilities of one layer, dropout off -> (B, H, L, L)."""
+        """Attention probabilities of one layer, likewise, never causal -> (B, H, L, L)."""
         logits = self.layer_logits(tokens, layer, pos, pad)
         return logits.softmax(-1)
 

@@ -18,7 +18,7 @@ nsp           BERT     [SEP] in the middle; in half of the  does the second half
 Joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. An objective has two
 halves:
 
-    corrupt(batch, generator)       eager, on the batch's device, vectorised, static counts
+    corrupt(batch, generator)       not compiled; no shape depends on the data
     loss(encoder, hidden, batch)    compiled with the encoder -> loss (), {name: ()} to log
 
 batch is a dict: tokens (B, L) as the encoder sees them, original (B, L), eligible (B, L) bool (not
@@ -55,10 +55,10 @@ PAIR_HIDDEN = 64                                                # width of the p
 
 @dataclass
 class ObjectiveConfig:
-    """The one home of every default of the objectives; all are flags.
+    """Every default of the objectives; all are flags.
 
-    Raises ValueError on what cannot be, or would have no effect (but for the two rates, which
-    presets set).
+    Raises ValueError on a value that is impossible or would have no effect (but for the two rates:
+    presets set mask_rate, and train.py prints a note).
     """
 
     objective: str = setting(
@@ -265,8 +265,7 @@ KINDS = ["sentence", "token", "position", "contrastive"]
 
 
 class Objective(nn.Module):
-    """The seam: an objective is one small class, which overrides some of these, and a line in
-    OBJECTIVES."""
+    """To add an objective, subclass this, override some of these, and add a line to OBJECTIVES."""
 
     kind = "token"                                              # one of KINDS
     settings = ()  # the fields of ObjectiveConfig that are for it
@@ -444,7 +443,7 @@ class PairHead(nn.Module):
     def scores(self, encoder, hidden, batch):
         """(B, L, C) -> s (B, n, n, H) over the inner places."""
         B, L, C = hidden.shape
-        if self.cfg.pair_from == "last":  # what the last block saw, and how it compared
+        if self.cfg.pair_from == "last":  # the last block's input, made again (other dropout)
             before = encoder(
                 batch["tokens"], batch["pos"], n_layer=self.last
             )
@@ -463,7 +462,7 @@ class PairHead(nn.Module):
         return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)          # (B, n, n, H)
 
 
-# How logits (N, classes) are held against classes (N,): losses (N,). A pair's class is its offset
+# Measures: logits (N, classes) and true classes (N,) -> losses (N,). A pair's class is its offset
 # plus L - 1, so the distance of two classes is that of their offsets.
 
 cross_entropy = partial(F.cross_entropy, reduction="none")
@@ -588,7 +587,7 @@ class PPLM(Objective):
             None if self.training else self.predict,
             max(self.head.n_class, PAIR_HIDDEN),
         )
-        if self.cfg.pair_from == "last":  # the last block is in the graph: its gradient is 0
+        if self.cfg.pair_from == "last":  # every weight has a gradient, as DDP wants: 0
             loss = loss + 0 * hidden.sum()
         return loss, {} if self.training else {
             f"{self.name}_accuracy": right

@@ -52,8 +52,8 @@ FAST, BERT = (
     dict(beta1=0.9, beta2=0.98, eps=1e-6),
     dict(beta1=0.9, beta2=0.999, eps=1e-6),
 )
-# Sources: demo and lab ours; paper P0 app. A (warm-up, betas and decay are ours); small P2; medium
-# P3 (it gives epochs, the steps are ours); base P1.
+# Sources: demo and lab ours; paper P0 app. A (warm-up, betas and decay ours); small P2; medium P3
+# (it gives epochs; width, heads and steps ours); base P1. FAST and BERT are Adam's settings.
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
@@ -75,9 +75,9 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-STOP_EVERY = 10  # micro-batches between agreeing to stop, of processes
+STOP_EVERY = 10  # micro-batches after which several processes agree on whether to stop
 # Flags that may change when a run is resumed: the machine's, and those of files and logs. Of
-# grad_accum the product with the number of processes is compared (identity).
+# grad_accum and the number of processes the product has to stay (identity).
 FREE_FLAGS = {
     "resume",
     "init_from",
@@ -258,13 +258,13 @@ def train(args, progress):
     check_rows(model, min(args.batch_size, corpus.n_rows("val", args.block_size)))
     encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
 
-    # ---- The optimiser. Its rate is a number on the device, and so are the counts of updates.
+    # ---- The optimiser. Rate and counts are tensors on the device, so no step waits for the host.
     lr = torch.zeros((), device=device)
     optimizer = make_optimizer(model, args, lr)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     done = torch.zeros((), device=device)                           # updates made
     lost = torch.zeros((), device=device)                           # updates skipped
-    in_a_row = torch.zeros((), device=device)                       # of these, just now
+    in_a_row = torch.zeros((), device=device)                       # one after another, up to now
 
     # ---- Start, or go on from a checkpoint.
     n_micro, rows = args.grad_accum * world, args.grad_accum * world * args.batch_size
@@ -405,10 +405,10 @@ def train(args, progress):
             dist.all_reduce(means)
             means /= world
         means = dict(zip(sums, means.tolist()))
-        # While the scaler looks for its scale it skips; ten in a row are not normal. Without a
-        # scaler, no skip is.
+        # A scaler may skip while it looks for its scale, but not ten times in a row; else no skip
+        # is normal.
         losses.append(means["loss"])
-        if in_a_row >= 10 if scaler.is_enabled() else lost > 0:
+        if in_a_row >= 10 or lost > 0 and not scaler.is_enabled():
             before = ", ".join(f"{x:.3f}" for x in losses[-3:])
             common.stop(
                 1,
