@@ -32,17 +32,16 @@ NAMES = {
 def baselines(model, unigram) -> dict:
     """{name: nats} of a Pretraining; with several objectives, objective.name. unigram: the entropy
     of the corpus's words."""
-    found, L = {}, model.encoder.config.max_len
+    found, shape = {}, model.encoder.config
     for name, part in model.objectives.items():
         prefix = f"{name}." if len(model.names) > 1 else ""
-        for key, value in of_part(
-            name, part.cfg, L, model.encoder.config, unigram
-        ).items():
+        known = of_part(name, part.cfg, shape, unigram)
+        for key, value in known.items():
             found[prefix + key] = value
     return found
 
 
-def of_part(name, cfg, L, shape, unigram):
+def of_part(name, cfg, shape, unigram):
     """{name: nats} of one objective; an unknown one has none."""
     if name in ("mlm", "clm"):
         n_means = 2 if name == "mlm" and cfg.mlm_on == "all" else 1
@@ -60,6 +59,7 @@ def of_part(name, cfg, L, shape, unigram):
     if name not in NAMES:
         return {}
     # Mean |offset| of two different places: the best constant is 0.
+    L = shape.max_len
     distance = L / 3 - 1 / 3
     if cfg.pair_loss == "wasserstein":
         return {"prior": distance}
@@ -77,8 +77,7 @@ def unigram_entropy(corpus):
     counts = np.bincount(
         corpus.train[:10_000_000], minlength=corpus.vocab_size
     )[:-N_SPECIALS]
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
+    return entropy(counts)
 
 
 def position_baselines(L, rate) -> dict:
@@ -92,14 +91,7 @@ def position_baselines(L, rate) -> dict:
     k, samples = round(rate * n), min(4000, 2**19 // L)                 # seconds, whatever L
     pairs = n * (n - 1)
     both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs            # of a pair's ends, selected
-    copy, inside, kept, moved, some, some_pairs = (
-        [],
-        [],
-        [],
-        [],
-        [],
-        [],
-    )
+    copy, inside, kept, moved, some, some_pairs = ([] for _ in range(6))
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
         weights = copy_weights(n, k, a, b)
@@ -160,20 +152,20 @@ def moved_weights(m):
     trade, chain, free = (
         count_free(m - 2, fixed) for fixed in (m - 2, m - 3, m - 4)
     )
-    weights = np.full((m, m), free / max(trade, chain, 1))
-    weights[1, :] = weights[:, 0] = chain / max(trade, chain, 1)  # one is at the other's place
-    weights[1, 0] = trade / max(trade, chain, 1)                        # they traded
+    largest = max(trade, chain, 1)                                      # too large for floats
+    weights = np.full((m, m), free / largest)
+    weights[1, :] = weights[:, 0] = chain / largest  # one is at the other's place
+    weights[1, 0] = trade / largest                                     # they traded
     weights[0, :] = weights[:, 1] = 0  # neither is where it is seen
     return weights
 
 
 def count_free(n, k):
     """Permutations of n, of which the first k must not stay where they are."""
-    signs = [
+    return sum(
         (-1) ** i * math.comb(k, i) * math.factorial(n - i)
         for i in range(k + 1)
-    ]
-    return sum(signs) if 0 <= k <= n else 0
+    )
 
 
 def copy_weights(n, k, a, b):

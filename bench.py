@@ -92,7 +92,7 @@ from objectives import (
 
 SWEEP = (128, 256, 512, 1024, 2048)     # rows of so many tokens
 SIZES = ("batch_size", "block_size", "mask_rate")       # the preset's, where not given
-# Tables that have something of their own, or no use for it.
+# Flags that these tables do not take.
 WITHOUT = {
     "finetune": {"block_size", "mask_rate", "objective", "compile"},
     "lower": {"compile", "device", "dtype", "pairs", "warmup"},

@@ -121,8 +121,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         """A mistake is one line."""
-        print(f"error: {short(message)}", file=sys.stderr)
-        sys.exit(2)
+        stop(2, message)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,8 +243,7 @@ def can_compile(device):
     if device.type == "cuda":
         from torch.utils._triton import has_triton
         return has_triton() and shutil.which(os.environ.get("CC", "gcc")) is not None
-    compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")
-    return any(shutil.which(name) for name in compilers if name)
+    return any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl")))
 
 
 def keep_memory():
@@ -325,16 +323,6 @@ class Signals:
 # --------------------------------------------------------------------------------------------------
 # Files
 
-@contextlib.contextmanager
-def removed(*files):
-    """Whatever happens, these are not there afterwards."""
-    try:
-        yield
-    finally:
-        for file in files:
-            file.unlink(missing_ok=True)
-
-
 def write_json(file, value):
     write_aside(file, lambda handle: handle.write(json.dumps(value).encode()))
 
@@ -352,8 +340,8 @@ def write_torch(file, value, previous=None):
 def write_aside(file, write, previous=None):
     """Write a file aside, flush it to disk, then rename it: it is whole at every moment."""
     file = Path(file)
-    aside, link = file.with_name(f"{file.name}.{os.getpid()}.tmp"), file.with_name("ckpt_prev.tmp")
-    with removed(aside, link):
+    aside, link = [file.with_name(f"{name}.{os.getpid()}.tmp") for name in (file.name, "ckpt_prev")]
+    try:
         with open(aside, "wb") as handle:
             write(handle)
             handle.flush()
@@ -362,6 +350,9 @@ def write_aside(file, write, previous=None):
             second_name(file, link)         # a link, so that the file itself never goes away
             os.replace(link, previous)
         os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
 
 
 def second_name(file, target):
@@ -381,8 +372,7 @@ def read_json(file, **kinds):
         raise ValueError(f"{file} is damaged ({error})") from None
     for key, kind in kinds.items():
         if not isinstance(found, dict) or not isinstance(found.get(key), kind):
-            name = getattr(kind, "__name__", kind)
-            raise ValueError(f"{file} is damaged (it has no {key} of type {name})")
+            raise ValueError(f"{file} is damaged (it has no {key} of type {kind.__name__})")
     return found
 
 
@@ -446,17 +436,10 @@ def newest_run():
 
 def load_strict(module, weights, path):
     """load_state_dict that says in one line which keys or shapes do not fit."""
-    own, problems = module.state_dict(), []
-    for what, keys in (("missing", own.keys() - weights.keys()),
-                       ("extra", weights.keys() - own.keys())):
-        if keys:
-            problems.append(f"{what} {', '.join(sorted(keys)[:3])}")
-    for key in own.keys() & weights.keys():
-        if weights[key].shape != own[key].shape and len(problems) < 5:
-            problems.append(f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}")
-    if problems:
-        raise ValueError(f"{path} does not fit this model: {'; '.join(problems)}")
-    module.load_state_dict(weights)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit this model: {str(error):.400}") from None
 
 
 def warm_start(module, checkpoint, path) -> dict:

@@ -634,19 +634,15 @@ def word_starts(tokenizer, vocab_size):
     do."""
     if tokenizer is None:
         raise ValueError("whole_word needs the encoder's tokenizer, to know what begins a word")
-    starts = torch.ones(vocab_size, dtype=torch.bool)
-    for i in range(vocab_size - len(SPECIALS)):
-        piece = tokenizer.decode_single_token_bytes(i)
-        starts[i] = piece[0] < 128 and not piece[:1].isalnum()
-    return starts
+    pieces = map(tokenizer.decode_single_token_bytes, range(vocab_size - len(SPECIALS)))
+    starts = [piece[0] < 128 and not piece[:1].isalnum() for piece in pieces]
+    return torch.tensor(starts + [True] * len(SPECIALS))
 
 
 def main(argv=None):
     parser = Parser("data.py", __doc__)
     parser.add_settings("data", DataConfig)
     given = vars(parser.parse_args(argv))
-    if given.get("dataset", "docs") != "docs":
-        given = {"tokenizer": "gpt2"} | given
     with one_line_errors():
         corpus = prepare(**given)
     print(f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M "

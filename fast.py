@@ -152,15 +152,13 @@ def loss_in_chunks(head, x, target, weight, measure, predict, width):
         return torch.stack((loss.sum(), right.sum()))
 
     weight, size = weight.float(), max(1, CHUNK_BYTES // (4 * width))
+    chunks = zip(x.split(size), target.split(size), weight.split(size))
     if size >= len(x) or not torch.is_grad_enabled():
-        parts = [
-            sums(*chunk)
-            for chunk in zip(x.split(size), target.split(size), weight.split(size))
-        ]
+        parts = [sums(*chunk) for chunk in chunks]
     else:
         parts = [
             checkpoint(sums, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(x.split(size), target.split(size), weight.split(size))
+            for chunk in chunks
         ]
     loss, right = sum(parts) / weight.sum().clamp(min=1)
     return loss, right

@@ -34,6 +34,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import pandas  # comes with datasets, as tqdm does
 import tiktoken
 import torch
 import torch.nn as nn
@@ -91,20 +92,11 @@ def pearson(labels, predictions):
     x = np.array([labels, predictions], float)              # (2, n)
     if not np.isfinite(x).all() or not np.ptp(x, 1).all():
         return 0.0
-    x -= x.mean(1, keepdims=True)
-    y, p = x / np.abs(x).max(1, keepdims=True)              # squares of tiny numbers would vanish
-    r = (y * p).sum() / math.sqrt((y * y).sum() * (p * p).sum())
-    return np.clip(r, -1, 1)
+    return np.corrcoef(x)[0, 1]
 
 
 def spearman(labels, predictions):
-    return pearson(ranks(labels), ranks(predictions))
-
-
-def ranks(x):
-    """Ranks from 1; equal values share the mean of theirs."""
-    _, place, counts = np.unique(np.asarray(x, float), return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return pearson(pandas.Series(labels).rank(), pandas.Series(predictions).rank())
 
 
 def normalise_answer(text):
@@ -269,7 +261,7 @@ class Question(NamedTuple):
 
 @contextmanager
 def damage_is_one_line(file):
-    """What a file of another form than it should have breaks is one line that names it."""
+    """What goes wrong with a file of another form becomes one ValueError that names it."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
@@ -460,12 +452,9 @@ class Encoded(NamedTuple):
 def encode(texts, tokenizer, cfg, length):
     """One or two texts -> [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length` ids, the longest
     cut first."""
-    parts = []
-    for text in texts:
-        # 16 characters an id are more than text needs: a long document is not tokenised only to be
-        # cut.
-        parts.append(tokenizer.encode(text[:16 * length], allowed_special={"[MASK]"},
-                                      disallowed_special=()))
+    # 16 characters an id are more than text needs: a long document is not tokenised only to be cut.
+    parts = [tokenizer.encode(text[:16 * length], allowed_special={"[MASK]"},
+                              disallowed_special=()) for text in texts]
     room = length - 1 - len(parts)
     while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
@@ -475,7 +464,7 @@ def encode(texts, tokenizer, cfg, length):
     return ids
 
 
-@functools.lru_cache(maxsize=1)                 # a context's questions stand together
+@functools.lru_cache(maxsize=1)                 # in dev files a context's questions stand together
 def token_spans(tokenizer, text):
     """-> ids, (n, 2) first and last character + 1 of each. A character cut in two by the byte-level
     BPE is in both."""
@@ -528,23 +517,23 @@ def encode_rows(model, rows):
 
 
 def batches(rows, size, rng=None):
-    """Rows of near lengths together, so that little is padding -> (rows of one batch). Shuffled
-    when rng is given."""
+    """Rows of near lengths together, so that little is padding -> row numbers, an array a batch.
+    Shuffled when rng is given."""
     order = rng.permutation(len(rows)) if rng else np.arange(len(rows))
     window = 50 * size if rng else len(rows)    # sorted by length within one: random enough
     groups = []
     for part in np.split(order, range(window, len(rows), window)):
         near = sorted(part, key=lambda i: len(rows[i][0]))
         groups += np.split(near, range(size, len(near), size))
-    for g in rng.permutation(len(groups)) if rng else range(len(groups)):
-        yield groups[g]
+    if rng:
+        rng.shuffle(groups)
+    return groups
 
 
 def collate(rows, pad_id, device):
     """-> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or (B, 2); L is the
     longest of the batch."""
-    longest = max(len(ids) for ids, _ in rows)
-    tokens = torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids, _ in rows])
+    tokens = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in rows], True, pad_id)
     padded = (tokens == pad_id).any()
     tensors = tokens, torch.tensor([label for _, label in rows])
     if device.type == "cuda":                   # pinned memory is copied while the host goes on
@@ -635,6 +624,8 @@ def read_start(source, cache):
         "config": asdict(EncoderConfig(vocab_size=corpus.vocab_size)),
         "tokenizer": encoding_arguments(corpus.tokenizer),
         "tokenizer_hash": corpus.meta["tokenizer_hash"],
+        "data": corpus.meta,
+        "step": 0,
         "model": {},
         "source": "scratch, demo",
     }
@@ -669,8 +660,7 @@ def make_model(start, name, length, seed, probe=False):
 def save_model(file, model, start, row):
     """All that is needed to use the model. model.load() takes its encoder."""
     write_torch(file, {
-        **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")
-           if key in start},
+        **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")},
         "task": model.name,
         "classes": TASKS[model.name].classes,
         "length": model.length,
@@ -1065,7 +1055,7 @@ def run_task(name, args, progress):
             max_len = start["config"]["max_len"]
             chosen = settings(args, name, start["config"])
             model = make_model(start, name, chosen.length, 0, chosen.probe)
-            other = start.get("data", {}).get("source", {}).get("hash")
+            other = start["data"].get("source", {}).get("hash")
         rows = encode_rows(model, train).rows
         if name == "docs" and other:
             here = prepare("docs", "bpe", args.cache).meta["source"]["hash"]
@@ -1086,7 +1076,7 @@ def run_task(name, args, progress):
             train_one(model, rows, chosen, lr, seed, args)
             new = record(name, evaluations, began, model, args, {
                 **vars(chosen), "seed": seed, "lr": lr, "ckpt": start["source"],
-                "step": start.get("step", 0), "n_train": len(train)})
+                "step": start["step"], "n_train": len(train)})
             results += new
             first, *_ = new[0]["metrics"].values()
             if first > best[0]:

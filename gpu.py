@@ -15,8 +15,8 @@ such tensors; there STUB answers for a card's driver, in a process of its own.
 
 import ctypes
 import itertools
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -40,7 +40,7 @@ from torch._inductor.ir import MultiOutput
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from common import autocast, read_json, write_json
+from common import autocast, read_json, read_rows, write_json
 from fast import compiled
 from model import SCHEMES
 from objectives import OBJECTIVES, of_kind
@@ -202,11 +202,11 @@ class Done(Exception):
     """The graphs are known: nothing is run."""
 
 
-def kernels(model, batch, card, combo=True):
+def kernels(model, batch, card, combo):
     """Forward and backward of a model and its batch, compiled for a card, with fast.compiled's
     combo kernels or without -> [(kind, bytes, operations)], a kernel a row. pretend() comes first;
     the model's parameters are replaced."""
-    card, found = CARDS[card], []
+    found = []
 
     def count(graph):
         """In place of writing and compiling the kernels."""
@@ -268,36 +268,26 @@ def kernels(model, batch, card, combo=True):
     return found
 
 
-def estimate(rows, card):
-    """-> launches, bytes, seconds."""
-    card, seconds = CARDS[card], 0
-    for _, size, operations in rows:
-        seconds += max(size / card.bandwidth, operations / card.rate, LAUNCH)
-    return len(rows), sum(size for _, size, _ in rows), seconds
-
-
-def by_kind(rows):
-    """-> Counter of kernels: Triton's, matrix products, attention."""
-    return Counter(kind.rpartition("aten.")[2].split(".")[-1 if "aten" not in kind else 0]
-                   for kind, _, _ in rows)
-
-
-def lower(variants, card, collate):
+def lower(variants, name, collate):
     """bench.py's table of kernels -> a row for each of its variants; pretend() comes first."""
-    print(f"{CARDS[card].name}, {CARDS[card].dtype}: forward and backward\n{'':6}"
+    card = CARDS[name]
+    print(f"{card.name}, {card.dtype}: forward and backward\n{'':6}"
           f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels")
     for v in variants:
         model, tokens = v.build().train(), v.rows()
         batch = collate(tokens, v.shape, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
         found = kernels(model, batch, card, combo=not v.peer)
-        launches, size, seconds = estimate(found, card)
-        kinds = by_kind(found)
-        row = {"name": f"{v.peer or 'ours'} compiled", "card": card, "pe": v.pe,
+        size, seconds, kinds = 0, 0, Counter()  # triton, mm, _scaled_dot_product_.., ..
+        for kind, moved, operations in found:
+            size += moved
+            seconds += max(moved / card.bandwidth, operations / card.rate, LAUNCH)
+            kinds[re.sub(r".*aten\.(\w+).*|.*\.", r"\1", kind)] += 1
+        row = {"name": f"{v.peer or 'ours'} compiled", "card": name, "pe": v.pe,
                "objective": v.objective, "batch_size": v.batch_size,
                "block_size": v.block_size, "mask_rate": v.mask_rate,
-               "launches": launches, "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
+               "launches": len(found), "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
                "kernels": kinds}
-        print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{launches:9}{row['gb']:7.2f}"
+        print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{len(found):9}{row['gb']:7.2f}"
               f"{row['estimated_ms']:14.2f}  "
               + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), flush=True)
         yield row
@@ -337,7 +327,7 @@ def every_line(file, given):
     rows = read_json(file, rows=list)["rows"] if os.path.exists(file) else []
     write_json(file, {"rows": rows})    # what cannot be written shows at once
     ours = {name: x for name, x in given.items() if name != "gpu"}
-    # train.py has no --pairs: with it this is a trial, there too.
+    # train.py has no --pairs, which make this a trial: as many --steps there.
     trains = {name: ours[name] for name in ("device", "preset") if name in ours}
     trains |= {"steps": ours["pairs"]} if "pairs" in ours else {}
     for command in LINES:
@@ -365,7 +355,7 @@ def every_line(file, given):
         if row["exit"]:
             row["error"] = error.strip().splitlines()[-1:]
         if part.exists() and training:
-            row["rows"] = [json.loads(line) for line in part.read_text().splitlines()[1:]]
+            row["rows"] = read_rows(part)[1:]
         elif part.exists():
             row |= read_json(part)
             part.unlink()

@@ -19,9 +19,10 @@ pplm, pplm_some, pmlm    a sentence                      is shuffled, and put ba
 pplm_binary              a sentence                      is shuffled: which tokens moved?
 clm                      the beginning of a text         goes on
 
-Takes the newest run under out/ unless --ckpt names one, or a model that finetune.py saved: of that
-all but --text and --blimp. Writes a folder with probe.json and, where matplotlib is there,
-pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
+Takes the newest run under out/ unless --ckpt names one. A model that finetune.py saved has
+indicators and pictures, but neither --text nor --blimp. Writes a folder with probe.json and, where
+matplotlib is there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position
+Embeddings in BERT".
 """
 
 import glob
@@ -84,7 +85,7 @@ NEXT_TOKENS = 20            # with which clm goes on
 SHUFFLES = 40               # of a sentence that is put back in order
 BATCH_TOKENS = 8192         # of masked rows that --blimp reads at once
 TIE_NATS = 1e-4             # sentences whose scores are nearer than that tie
-PRIOR = 100                 # unseen words that a bigram's count is smoothed with
+PRIOR = 100                 # counts, spread as words are frequent, added to bigrams
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 NOT_COMPARED = set(
@@ -126,8 +127,8 @@ def load_pretraining(path):
     """
     facts = read_checkpoint(path)
     encoder = load(path).requires_grad_(False)
-    if "task" in facts or "args" not in facts:
-        name = f"finetuned-{facts.get('task')}"
+    if "task" in facts:
+        name = f"finetuned-{facts['task']}"
         return Namespace(encoder=encoder, names=[name], objectives={}, causal=False)
     cfg = pick_fields(ObjectiveConfig, Namespace(**facts["args"]))
     model = Pretraining(encoder, cfg)
@@ -592,10 +593,7 @@ def examine(path, cache):
 def probe_run(path, cache, out_dir):            # --ckpt
     """Print what one run has learned, and write it. Raises ValueError, OSError."""
     model, logits, A, run = examine(path, cache)
-    table = []
-    for name, values in run["indicators"].items():
-        table.append({"": name.replace("_", " "), **values})
-    print_table(table)
+    print_table([{"": name.replace("_", " "), **x} for name, x in run["indicators"].items()])
     print(
         f"last hidden states: standard deviation over words at one place {run['std words']:.3f}, "
         f"over the places of one word {run['std places']:.3f}"
@@ -816,19 +814,15 @@ def dynamics(folder, pairs, cache, out_dir):    # --dynamics
         if number in np.linspace(0, len(kept) - 1, 8).astype(int):
             shapes += vector_maps(position_vectors(model.encoder), [f"step {step:,}"])
     print_table(table)
+    frame = pandas.DataFrame(table)
 
     def curves(title, *names):
-        found = {}
-        for name in names:
-            if name in table[0]:
-                points = [(row["step"], row[name]) for row in table]
-                found[name] = np.array(points).T
+        found = {name: (frame["step"], frame[name]) for name in names if name in frame}
         return lines(title, "step", "mean cosine", found)
 
-    numbers = {"run": str(folder), "rows": len(tokens), "steps": table}
     write(
         out_dir or folder / "dynamics",
-        numbers,
+        {"run": str(folder), "rows": len(tokens), "steps": table},
         {
             "contexts.png": curves("hidden states", "intra-context", "inter-context")
             + curves("their gap", "contextual score"),
@@ -911,9 +905,9 @@ def offset_likelihood(model, tokens):
     are hidden. tokens (B, L) -> (B,)"""
     objective, (B, L) = position_objective(model), tokens.shape
     place = torch.arange(L, device=tokens.device)[None]
-    pos = place
+    pos = place.clone()
     if objective.hides_positions:
-        pos = torch.where((place > 0) & (place < L - 1), UNKNOWN_POS, place)
+        pos[:, 1:-1] = UNKNOWN_POS
     batch = {"tokens": tokens, "pos": pos}
     s = objective.head.scores(model.encoder, model.encoder(**batch), batch)  # (B, n, n, H)
     offset = offset_matrix(place[:, 1:-1]).expand(B, -1, -1)
@@ -1067,17 +1061,14 @@ def row(encoder, *texts):
     return torch.tensor([ids])
 
 
-def fill_masks(encoder, mlm, text, k=5):
-    """The k likeliest words for each [MASK] -> [[(word, probability)]]."""
-    answers = []
+def fill_masks(encoder, mlm, text):
+    """For each [MASK] the five likeliest words -> (word, probability), .."""
     tokens = row(encoder, text)
     hidden = encoder(tokens)[tokens == encoder.config.mask_id]  # (n, C)
     logits = mlm.word_logits(encoder, hidden)[:, : encoder.config.cls_id]  # not a special
-    p, best = logits.softmax(-1).topk(k)
+    p, best = logits.softmax(-1).topk(5)
     for ids, q in zip(best[..., None].tolist(), p.tolist()):
-        words = encoder.tokenizer.decode_batch(ids)
-        answers.append(list(zip(words, q)))
-    return answers
+        yield zip(encoder.tokenizer.decode_batch(ids), q)
 
 
 def go_on(encoder, clm, text):

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from common import read_rows as read  # noqa: E402
 from model import Encoder, EncoderConfig  # noqa: E402
 from probe import correlations, db, opr, print_table  # noqa: E402
 
@@ -209,10 +210,6 @@ def run(table, name):
         for metric, value in result["metrics"].items():
             row["scores"].setdefault(f"{result['task']} {metric}", []).append(round(value, 4))
     return row
-
-
-def read(file):
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def cells(row):
