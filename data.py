@@ -495,7 +495,7 @@ def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text",
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError,
     OSError."""
     if dataset == "docs":
-        if folder := newest_docs(cache, tokenizer):
+        if folder := prepared_docs(cache, tokenizer):
             return open_corpus(folder)
         print("docs: reading the docstrings of the installed packages (half a minute)", flush=True)
     source = find_source(dataset, text_column, books_dataset)
@@ -514,7 +514,7 @@ def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text",
     return open_corpus(folder)
 
 
-def newest_docs(cache, tokenizer):
+def prepared_docs(cache, tokenizer):
     """A prepared docs corpus of the very packages that are installed now, so that 25 s of reading
     are saved."""
     for file in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
