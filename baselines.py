@@ -35,8 +35,7 @@ def baselines(model, unigram) -> dict:
     found, shape = {}, model.encoder.config
     for name, part in model.objectives.items():
         prefix = f"{name}." if len(model.names) > 1 else ""
-        known = of_part(name, part.cfg, shape, unigram)
-        for key, value in known.items():
+        for key, value in of_part(name, part.cfg, shape, unigram).items():
             found[prefix + key] = value
     return found
 

@@ -436,10 +436,17 @@ def newest_run():
 
 def load_strict(module, weights, path):
     """load_state_dict that says in one line which keys or shapes do not fit."""
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{path} does not fit this model: {str(error):.400}") from None
+    own, problems = module.state_dict(), []
+    for what, keys in (("missing", own.keys() - weights.keys()),
+                       ("extra", weights.keys() - own.keys())):
+        if keys:
+            problems.append(f"{what} {', '.join(sorted(keys)[:3])}")
+    for key in own.keys() & weights.keys():
+        if weights[key].shape != own[key].shape and len(problems) < 5:
+            problems.append(f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}")
+    if problems:
+        raise ValueError(f"{path} does not fit this model: {'; '.join(problems)}")
+    module.load_state_dict(weights)
 
 
 def warm_start(module, checkpoint, path) -> dict:

@@ -488,8 +488,9 @@ def test_file_formats_give_the_same_documents(tmp_path):
 def test_names_that_are_no_text(tmp_path, capsys, said):
     name = write_corpus(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 [1].jsonl"))
     for dataset in (name, f"{tmp_path}/*l"):
-        data.main(["--dataset", dataset, "--tokenizer", "bpe", "--cache", f"{name}.cache"])
+        data.main(["--dataset", dataset, "--cache", f"{name}.cache"])
         assert "next: python train.py" in said()
+    assert {folder.name[-4:] for folder in Path(f"{name}.cache").iterdir()} == {"-bpe"}
     error = one_line(capsys, data.main, ["--dataset", f"{name}.none"])
     assert error.startswith("error: no file")
 
@@ -2439,12 +2440,27 @@ def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
             assert "checkpoint" in str(error)
 
 
+def test_two_programs_save_in_one_folder(tmp_path, monkeypatch):
+    """One writes while the other renames its link: temporary files are each one's own."""
+    file, previous, replace = tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt", os.replace
+    common.write_torch(file, 1, previous)
+
+    def while_another_writes(a, b):
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        common.write_json(tmp_path / "other.json", {})
+        replace(a, b)
+    monkeypatch.setattr(os, "replace", while_another_writes)
+    common.write_torch(file, 2, previous)
+    assert (torch.load(file), torch.load(previous)) == (2, 1)
+
+
 def test_bad_checkpoints_are_one_line(run, tmp_path):
     run("run", "--steps 3")
     good = (tmp_path / "run" / "ckpt.pt").read_bytes()
     refuses("no checkpoint at", load, tmp_path / "nowhere")
     refuses("does not fit this model", load, tmp_path / "run", d_ff=64)
-    refuses("pe.parts.t5", load, tmp_path / "run", pe="t5")
+    refuses("missing pe.parts.t5", load, tmp_path / "run", pe="t5")
     for content in (good[:len(good) // 2], b"", b"not a checkpoint"):
         (tmp_path / "run" / "ckpt.pt").write_bytes(content)
         refuses("not a readable checkpoint", load, tmp_path / "run")

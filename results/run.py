@@ -108,6 +108,7 @@ NOT_JUDGED = ("wiki-scratch", "tupe_r-tc-", "abs-tc-")  # these cannot say what 
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
 PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
 SCHEMES = {"plateau", "schemes", "rates", "warm"}
+# Whose training losses are drawn, in plateau.png.
 DRAWN = [f"warm-{pe}-s1337" for pe in "abs none sin t5 rel tupe_a tupe_r rope".split()]
 WEB = {"lab", "wiki", "objectives", "glue"} | SCHEMES
 OLD = "--lr 2e-3 --warmup 100 "     # demo's, when all tables were run but these:
