@@ -64,6 +64,8 @@ import data
 import finetune
 import train
 from common import (
+    DEVICE,
+    DTYPE,
     Parser,
     autocast,
     can_compile,
@@ -123,9 +125,8 @@ class BenchConfig:
     mask_rate: float = setting(.15, "of mlm", "(0, 1)")
     pairs: int = setting(15, "steps of each that are timed", "[2, 1e6]")
     warmup: int = setting(3, "steps of each before", "[0, 1e6]")
-    device: str | None = setting(None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps"))
-    dtype: str | None = setting(None, "default: what the device does best",
-                                ("float32", "bfloat16", "float16"))
+    device: str | None = DEVICE
+    dtype: str | None = DTYPE
     compile: bool | None = setting(None, "--peer has both, unless --no-compile")
     json: str | None = setting(None, "file to write the rows to")
 
@@ -417,7 +418,7 @@ def bench_finetune(v):
     ours = finetune.make_model(start, "sst2", 128, 0)
     hf = build_hf(cfg, "RobertaForSequenceClassification")
     flags = finetune.parse_args(["--task", "sst2", "--data_dir", v.finetune])
-    rows = finetune.encode_rows(ours, finetune.read_split("sst2", flags, "train")["sst2"]).rows
+    rows, _ = finetune.encode_rows(ours, finetune.read_split("sst2", flags, "train")["sst2"])
     groups = list(finetune.batches(rows, v.batch_size, np.random.default_rng(0)))
     rows.append(([cfg.pad_id] * 128, 0))        # the last one, -1, makes a batch so wide
 

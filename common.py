@@ -42,6 +42,12 @@ def setting(default, help="", allowed=None):
     return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
 
 
+# Flags of every program that computes.
+DEVICE = setting(None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps"))
+DTYPE = setting(None, "of matrix products (default: what the device does best)",
+                ("float32", "bfloat16", "float16"))
+
+
 def check_settings(config):
     """Raise ValueError, with what is allowed, where a field of a dataclass is out of its range."""
     for field in dataclasses.fields(config):

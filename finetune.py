@@ -42,6 +42,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from common import (
+    DEVICE,
+    DTYPE,
     Parser,
     autocast,
     can_compile,
@@ -109,8 +111,8 @@ def answer_f1(gold, text):
     """F1 over the words of two normalised texts; where one has none, 1 if both have none (as the
     script of v2 does)."""
     gold, text = gold.split(), text.split()
-    if not gold or not text:
-        return gold == text
+    if gold == text:
+        return 1.0
     common = Counter(gold) & Counter(text)
     return 2 * common.total() / (len(gold) + len(text))
 
@@ -269,22 +271,20 @@ def damage_is_one_line(file):
         raise ValueError(f"{file} is damaged, or has another format ({about})") from None
 
 
-def read_tsv(file, texts, label, convert, header=None):
-    """Official GLUE file -> list of (texts, convert(label)), and list of what is wrong with the
-    other rows, with line.
+def read_tsv(file, task):
+    """Official GLUE file -> list of (texts, label), and list of what is wrong with the other rows,
+    with line.
 
-    texts, label: names of columns; no label: the first column. Tab-separated, no quoting, a BOM or
-    none. A row that has not as many columns as the header is malformed: its texts may be shifted.
-    Raises ValueError on a missing column.
+    Tab-separated, no quoting, a BOM or none. A row that has not as many columns as the header is
+    malformed: its texts may be shifted. Raises ValueError on a missing column.
     """
-    csv.field_size_limit(2 ** 31 - 1)           # no field is too long
     rows, bad = [], []
     with open(file, encoding="utf-8-sig", newline="") as handle:
-        reader = csv.DictReader(handle, header, delimiter="\t", quoting=csv.QUOTE_NONE)
+        reader = csv.DictReader(handle, task.header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
-            there = reader.fieldnames or [*texts, label]
-            label = label or there[0]
-            missing = [name for name in (*texts, label) if name not in there]
+            there = reader.fieldnames or [*task.texts, task.label]
+            label = task.label or there[0]      # of test files: the row's number
+            missing = [name for name in (*task.texts, label) if name not in there]
             if missing:
                 raise ValueError(f"{file} has no column {', '.join(missing)}, only "
                                  f"{', '.join(there)}")
@@ -292,7 +292,8 @@ def read_tsv(file, texts, label, convert, header=None):
                 try:
                     if None in row or None in row.values():     # too many, or too few
                         raise ValueError(f"not {len(there)} columns")
-                    rows.append((tuple(row[name] for name in texts), convert(row[label])))
+                    texts = tuple(row[name] for name in task.texts)
+                    rows.append((texts, read_label(task, row[label])))
                 except ValueError as error:
                     bad.append(f"line {reader.line_num}: {error}")
         except (csv.Error, UnicodeDecodeError) as error:
@@ -301,8 +302,10 @@ def read_tsv(file, texts, label, convert, header=None):
 
 
 def read_label(task, text):
-    """The label column of an official file -> class index, or a score in 0 .. 5. Raises
-    ValueError."""
+    """The label column of an official file -> class index, a score in 0 .. 5, or a test row's
+    number. Raises ValueError."""
+    if not task.label:
+        return int(text)
     if task.kind == "score":
         if not 0 <= float(text) <= 5:           # NaN too
             raise ValueError(f"score {text} is not in 0 .. 5")
@@ -336,13 +339,9 @@ def read_file(name, path, split, skip_bad=False):
     """Official file -> rows. A malformed row is an error with file and line, or is counted
     (--skip_bad_rows)."""
     task = TASKS[name]
-    if task.kind == "span":
-        rows, bad = read_squad(path)
-    elif split == "test":
-        rows, bad = read_tsv(path, task.texts, None, int)
-    else:
-        convert = functools.partial(read_label, task)
-        rows, bad = read_tsv(path, task.texts, task.label, convert, task.header)
+    if split == "test":                         # it has a header, and no labels
+        task = task._replace(header=None, label=None)
+    rows, bad = read_squad(path) if task.kind == "span" else read_tsv(path, task)
     if bad and not skip_bad:
         raise ValueError(f"{path}, {bad[0]}; --skip_bad_rows leaves such rows out")
     if bad:
@@ -444,11 +443,6 @@ class Window(NamedTuple):
     offset: int             # place of the first of them in the row
 
 
-class Encoded(NamedTuple):
-    rows: list              # (ids, label): class, score, or (first, last) token of the answer
-    windows: list           # SQuAD: one a row
-
-
 def encode(texts, tokenizer, cfg, length):
     """One or two texts -> [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length` ids, the longest
     cut first."""
@@ -503,7 +497,8 @@ def windows(number, question, tokenizer, cfg, length):
 
 
 def encode_rows(model, rows):
-    """Rows as read -> Encoded for this model."""
+    """Rows as read -> [(ids, label), ..] for this model, a label being a class, a score, or (first,
+    last) token of the answer; of SQuAD also a Window for each."""
     tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
     encoded, places = [], []
     for number, row in enumerate(rows):
@@ -513,7 +508,7 @@ def encode_rows(model, rows):
             places += where
         else:
             encoded.append((encode(row[0], tokenizer, cfg, model.length), row[1]))
-    return Encoded(encoded, places)
+    return encoded, places
 
 
 def batches(rows, size, rng=None):
@@ -778,10 +773,10 @@ def outputs(model, rows, args):
 def ranked(model, rows, args):
     """Rows as read -> for each [(score, answer), ..]: of every class, of the likeliest texts
     (squad_v2: and of "", no answer), or the one score."""
-    encoded = encode_rows(model, rows)
-    found = outputs(model, encoded.rows, args)
+    encoded, places = encode_rows(model, rows)
+    found = outputs(model, encoded, args)
     if model.kind == "span":
-        return candidates(found, encoded.windows,
+        return candidates(found, places,
                           args.null_threshold if model.name == "squad_v2" else math.inf)
     if model.kind == "score":
         return [[(0.0, float(score))] for score in found]
@@ -798,8 +793,9 @@ def predict(model, rows, args):
 def n_best(first, last, k=N_BEST, longest=MAX_ANSWER):
     """(n,), (n,) logits of a window's tokens -> up to k (score, i, j), best first,
     i <= j < i + longest."""
-    i, more = np.indices((len(first), longest)).reshape(2, -1)
-    i, j = np.stack((i, i + more))[:, i + more < len(first)]
+    i, j = np.triu_indices(len(first))
+    short = j - i < longest
+    i, j = i[short], j[short]
     scores = first[i] + last[j]
     best = np.argsort(-scores, kind="stable")[:k]
     return list(zip(scores[best].tolist(), i[best].tolist(), j[best].tolist()))
@@ -1013,9 +1009,8 @@ class FinetuneConfig:
     out_dir: str | None = setting(None, "where results.jsonl, the model and predictions go "
                                   "(default: the run's folder)")
     cache: str = setting("cache", "folder of prepared data")
-    device: str | None = setting(None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps"))
-    dtype: str | None = setting(None, "default: what the device does best",
-                                ("float32", "bfloat16", "float16"))
+    device: str | None = DEVICE
+    dtype: str | None = DTYPE
     compile: bool | None = setting(None, "torch.compile with dynamic shapes: pays in long runs "
                                    "only (default: off)")
 
@@ -1056,7 +1051,7 @@ def run_task(name, args, progress):
             chosen = settings(args, name, start["config"])
             model = make_model(start, name, chosen.length, 0, chosen.probe)
             other = start["data"].get("source", {}).get("hash")
-        rows = encode_rows(model, train).rows
+        rows, _ = encode_rows(model, train)
         if name == "docs" and other:
             here = prepare("docs", "bpe", args.cache).meta["source"]["hash"]
             if other != here:

@@ -199,8 +199,8 @@ def sd(A):
 def db(A, l=20):  # noqa: E741 (P3's letter)
     """Direction balance: sum below the diagonal over sum above it, |i - j| <= l (P3's text; its
     formula is upside down)."""
-    upper = (np.triu(A, 1) - np.triu(A, l + 1)).sum()
-    lower = (np.tril(A, -1) - np.tril(A, -l - 1)).sum()
+    upper = np.triu(np.tril(A, l), 1).sum()
+    lower = np.tril(np.triu(A, -l), -1).sum()
     with np.errstate(all="ignore"):             # of a causal map inf
         return float(lower / upper)
 
@@ -547,7 +547,7 @@ def print_table(rows):
             for row in rows:
                 x = row[name]
                 x = f"{x:.4f}" if isinstance(x, float) else str(x)
-                column.append({"nan": "-", "None": "-"}.get(x, x))
+                column.append("-" if x in ("nan", "None") else x)
             width = max(map(len, column))
             column[1] = "-" * width
             columns.append([text.ljust(width) for text in column])
@@ -804,9 +804,7 @@ def dynamics(folder, pairs, cache, out_dir):    # --dynamics
         cfg = model.encoder.config
         if tokens is None:
             tokens = validation_rows(own_corpus(model, cache), DYNAMICS_ROWS, cfg.max_len)
-        hidden = []
-        for rows in tokens.split(16):
-            hidden.append(model.encoder(rows, causal=model.causal))
+        hidden = [model.encoder(rows, causal=model.causal) for rows in tokens.split(16)]
         found = {"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)}
         if pairs:
             found["word pairs"] = float(pair_cosines(model.encoder, pairs).mean())
@@ -936,14 +934,14 @@ def sentence_scores(model, sentences):
         )
     lengths = np.array([len(ids) for ids in sentences])
     scores = np.zeros((len(names), len(sentences)))
-    with tqdm(total=len(sentences), desc="minimal pairs", unit=" sentences", leave=False) as bar:
-        for n in np.unique(lengths):            # one length: nothing to pad
-            same = np.flatnonzero(lengths == n)
-            size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm masks n rows a sentence
-            for chosen in np.split(same, np.arange(size, len(same), size)):
-                rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
-                scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
-                bar.update(len(chosen))
+    batches = []
+    for n in np.unique(lengths):                # one length: nothing to pad
+        same = np.flatnonzero(lengths == n)
+        size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm masks n rows a sentence
+        batches += np.split(same, range(size, len(same), size))
+    for chosen in tqdm(batches, "minimal pairs", leave=False):
+        rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
+        scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
     return dict(zip(names, scores))
 
 
@@ -971,9 +969,8 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     if model.objectives:                        # a fine-tuned model has none: it is refused below
         model.to(pick_device())
     longest = model.encoder.config.max_len - 2
-    encode = model.encoder.tokenizer.encode_ordinary_batch
-    ids = pairs.assign(good=encode(list(pairs.good)), bad=encode(list(pairs.bad)))
-    ids = ids[np.maximum(ids.good.map(len), ids.bad.map(len)) <= longest]
+    ids = pairs[["good", "bad"]].map(model.encoder.tokenizer.encode_ordinary)
+    ids = ids[ids.map(len).max(axis=1) <= longest]
     if ids.empty:
         raise ValueError(f"no pair fits {path}, whose rows hold {longest} tokens of text")
     sentences = [*ids.good, *ids.bad]
@@ -987,8 +984,8 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
         gap = np.subtract(*np.split(values, 2))
         right[score] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
     reordered = right[ids.good.map(sorted) == ids.bad.map(sorted)]
-    paradigms = right.groupby(ids.paradigm).mean()
-    table = right.groupby(ids.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
+    paradigms = right.groupby(pairs.paradigm).mean()
+    table = right.groupby(pairs.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
     first = right.columns[0]  # pll, or the one score of the objective
     phenomena = table[first].to_dict()
     table.loc["mean"] = paradigms.mean()
@@ -1002,21 +999,20 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
         "order-only": len(reordered),
         "ties": (right == 0.5).sum().to_dict(),
         "order-only ties": (reordered == 0.5).sum().to_dict(),
-        "scores": table.to_dict(),
-        "paradigms": paradigms.to_dict(),
-        "blimp": {
-            "mean": table[first]["mean"],
-            "order_only": table[first]["order-only"],
-            "order_only_pairs": len(reordered),
-            "ties": int((right[first] == 0.5).sum()),
-            "pairs": len(right),
-            "left_out": len(pairs) - len(right),
-            "phenomena": phenomena,
-            "paradigms": paradigms[first].to_dict(),
-        },
     }
-    for key in list(run)[:-3]:
-        print(f"{key}: {run[key]}")
+    for key, value in run.items():
+        print(f"{key}: {value}")
+    run |= {"scores": table.to_dict(), "paradigms": paradigms.to_dict()}
+    run["blimp"] = {
+        "mean": table[first]["mean"],
+        "order_only": table[first]["order-only"],
+        "order_only_pairs": run["order-only"],
+        "ties": run["ties"][first],
+        "pairs": run["pairs"],
+        "left_out": run["too long"],
+        "phenomena": phenomena,
+        "paradigms": run["paradigms"][first],
+    }
     print_table(table.reset_index(names="phenomenon").to_dict("records"))
     write(out_dir or beside(path, "blimp"), run, {"phenomena.png": phenomena_of([run])})
     return run
@@ -1140,7 +1136,7 @@ def put_in_order(encoder, objective, text, seed=0):
     words, batch, hidden = shuffled(encoder, objective, text, seed)
     pos = batch["pos"][0, 1:-1].clone()
     unknown = pos == UNKNOWN_POS                # pmlm: these may stand in any place that is free
-    free = torch.tensor(sorted({*range(1, len(pos) + 1)} - {*pos.tolist()}), dtype=torch.long)
+    free = unknown.nonzero()[:, 0] + 1          # the places of the words that are hidden
     pos[unknown] = free[torch.randperm(len(free), generator=stream("cpu", seed, "shown"))]
     scores = offset_scores(objective, encoder, hidden, batch)[0]
     return words, pos.argsort(), best_order(scores, pos).argsort()
@@ -1149,14 +1145,14 @@ def put_in_order(encoder, objective, text, seed=0):
 def pairs_right(order):
     """Share of pairs that a permutation leaves in order: 1 for the identity, .5 by chance, 0
     reversed."""
-    ordered = (order[:, None] < order).triu(1)
-    return float(ordered.sum() / math.comb(len(order), 2))
+    first, second = torch.combinations(order).T
+    return float((first < second).float().mean())
 
 
-def who_moved(encoder, objective, text, seed=0):
+def who_moved(encoder, objective, text):
     """pplm_binary: print how far the model believes the place of each word of a shuffled sentence,
     and the AUC of this."""
-    words, batch, hidden = shuffled(encoder, objective, text, seed)
+    words, batch, hidden = shuffled(encoder, objective, text, 0)
     if len(words) < 4:
         raise ValueError(
             f"the text has {len(words)} tokens; take at least 4, so that some move and some stay"
@@ -1257,21 +1253,20 @@ def main(argv=None):
     args = parse_args(argv)
     keep_memory()
     with one_line_errors():
-        if args.blimp:
-            pairs = read_pairs(args.blimp)
-            if args.runs:
-                compare_pairs(args.runs, pairs, args.cache, args.out_dir)
-            else:
-                path = args.ckpt or newest_run()
-                judge_pairs(path, Path(path).name, pairs, args.cache, args.out_dir)
+        what = args.runs or args.dynamics or args.ckpt or newest_run()
+        where = args.cache, args.out_dir
+        if args.blimp and args.runs:
+            compare_pairs(what, read_pairs(args.blimp), *where)
+        elif args.blimp:
+            judge_pairs(what, Path(what).name, read_pairs(args.blimp), *where)
         elif args.runs:
-            compare_runs(args.runs, args.cache, args.out_dir)
+            compare_runs(what, *where)
         elif args.dynamics:
-            dynamics(args.dynamics, args.pairs, args.cache, args.out_dir)
+            dynamics(what, args.pairs, *where)
         elif args.text is None:
-            probe_run(args.ckpt or newest_run(), args.cache, args.out_dir)
+            probe_run(what, *where)
         else:
-            try_text(args.ckpt or newest_run(), args.text)
+            try_text(what, args.text)
 
 
 if __name__ == "__main__":

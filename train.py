@@ -138,14 +138,8 @@ class TrainConfig:
         0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]"
     )
     log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
-    device: str | None = setting(
-        None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps")
-    )
-    dtype: str | None = setting(
-        None,
-        "of matrix products (default: what the device does best)",
-        ("float32", "bfloat16", "float16"),
-    )
+    device: str | None = common.DEVICE
+    dtype: str | None = common.DTYPE
     compile: bool | None = setting(None, "torch.compile (default: on a GPU)")
 
     __post_init__ = common.check_settings
