@@ -104,17 +104,13 @@ def position_baselines(L, rate) -> dict:
             moved.append(0.0)                                           # then all is known
             continue
         # Each row counts by its pairs: m (m - 1) with two moved ends, 2 m (n - m) with one.
-        some.append(
-            m * (m - 1) * offset_entropy(places, moved_weights(m))
-        )
         some_pairs.append(m * (m - 1))
+        some.append(some_pairs[-1] * offset_entropy(places, moved_weights(m)))
         moved.append(
             (some[-1] + 2 * m * (n - m) * math.log(m - 1)) / pairs
         )
-    selected, p = (
-        both * np.mean(inside) + one * math.log(k),
-        np.mean(kept),
-    )
+    selected = both * np.mean(inside) + one * math.log(k)
+    p = np.mean(kept)
     r = np.arange(-n + 1, n)
     found = {
         "prior": entropy(np.where(r == 0, 0, n - abs(r))),
@@ -173,16 +169,13 @@ def copy_weights(n, k, a, b):
     The corruption treats all places alike, so only the pattern counts: who is right, who is at the
     other's place.
     """
-    both_in = k * (k - 1) / (n * (n - 1))                               # both selected
-    one_in = (n - k) * k / (n * (n - 1))                                # b selected, a not
+    pairs = n * (n - 1)
+    both_in = k * (k - 1) / pairs                                       # both selected
+    one_in = (n - k) * k / pairs                                        # b selected, a not
     swapped = both_in / (k * (k - 1))  # k permuted: two places go to two given ones
     # a's true place is b, b's a third one.
     chain = both_in * (1 / k - 1 / (k * (k - 1))) / max(n - 2, 1)
-    right = (
-        (n - k) * (n - k - 1) / (n * (n - 1))
-        + 2 * one_in / k
-        + swapped
-    )
+    right = (n - k) * (n - k - 1) / pairs + 2 * one_in / k + swapped
     half = one_in * (1 - 1 / k) / max(n - 2, 1) + chain  # one right, the other at a third
     rest = 1 - right - swapped - 2 * (n - 2) * (half + chain)
     weights = np.full((n, n), rest / max((n - 2) * (n - 3), 1))

@@ -194,22 +194,12 @@ class FullMLM(MLM):
 def build_hf(cfg, kind="RobertaForMaskedLM"):
     """transformers' RoBERTa of the same sizes. Its positions start at 2, and it has token types:
     one, here."""
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("the peer needs transformers: "
-                         "pip install -r requirements-dev.txt") from None
+    from hf import SHAPE, transformers  # seconds, and memory
+    if transformers is None:
+        raise ValueError("the peer needs transformers: pip install -r requirements-dev.txt")
+    sizes = {theirs: getattr(cfg, ours) for ours, theirs in SHAPE.items()}
     config = transformers.RobertaConfig(
-        vocab_size=cfg.vocab_size,
-        hidden_size=cfg.d_model,
-        num_hidden_layers=cfg.n_layer,
-        num_attention_heads=cfg.n_head,
-        intermediate_size=cfg.d_ff,
-        hidden_dropout_prob=cfg.dropout,
-        attention_probs_dropout_prob=cfg.attn_dropout,
-        layer_norm_eps=cfg.norm_eps,
-        max_position_embeddings=cfg.max_len + 2,
-        type_vocab_size=1,
+        **sizes, max_position_embeddings=cfg.max_len + 2, type_vocab_size=1,
         attn_implementation="sdpa")
     return getattr(transformers, kind)(config)
 
@@ -469,25 +459,26 @@ def table(args, given):
     tables = {"sweep", "data", "finetune", "agree", "gpu", "lower" if args.lower else "peer"}
     for name, without in WITHOUT.items():
         tables |= without if getattr(args, name) else set()
-    several = [name for name, names in (("pe", pes), ("objective", tasks)) if names[1:]]
-    if args.lower or args.agree:        # which take all pairs of them
-        several = []
-    asked = sorted(given.keys() & tables | set(several))
+    asked = given.keys() & tables
+    for name, names in (("pe", pes), ("objective", tasks)):
+        if names[1:] and not (args.lower or args.agree):        # which take all pairs of them
+            asked.add(name)
     if len(asked) > 1:
-        raise ValueError(f"--{' and --'.join(asked)} do not go together: a table at a time")
+        raise ValueError(f"--{' and --'.join(sorted(asked))} do not go together: a table at a time")
     kinds = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
     if True in kinds and not can_compile(args.machine[0]):
         print("compiled: skipped, no compiler here")
         kinds = [False]
     ours = replace(args, peer=None, pe=pes[0], objective=tasks[0], compile=kinds[0])
     ours.n_parameters()
+    peer = replace(ours, peer="hf", pe="abs", objective="mlm")
     variants = [replace(ours, pe=x, objective=y) for x, y in itertools.product(pes, tasks)]
     if args.agree:
         return gpu.agree(variants)
     if args.lower:
         gpu.pretend()                   # may start this program anew: nothing was printed yet
         if args.peer:
-            variants.append(replace(ours, peer="hf", pe="abs", objective="mlm"))
+            variants.append(peer)
         return gpu.lower(variants, args.lower, collate)
     if args.finetune:
         return bench_finetune(ours)
@@ -499,9 +490,7 @@ def table(args, given):
             raise ValueError(f"--data {args.data}: no file matches; 'books/*.jsonl.xz' would do")
         return bench_data(ours, files)
     if args.peer:
-        variants = []
-        for v in (ours, replace(ours, peer="hf", pe="abs", objective="mlm")):
-            variants += [replace(v, compile=kind) for kind in kinds]
+        variants = [replace(v, compile=kind) for v, kind in itertools.product((ours, peer), kinds)]
         return compare(variants, None, None)
     if args.sweep:
         tokens = max(ours.batch_size * ours.block_size, SWEEP[-1])

@@ -115,10 +115,7 @@ class Parser(argparse.ArgumentParser):
             else:
                 options["type"] = float if kind is tuple else kind
                 options["nargs"] = "+" if kind is tuple else None
-                if allowed and not isinstance(allowed, str):
-                    options["choices"] = allowed
-                else:
-                    options["metavar"] = field.name.upper()
+                options["choices"] = None if isinstance(allowed, str) else allowed
             if field.name in of_preset:
                 help += " (from the preset)"
             elif field.default is not None and field.type is not bool:
@@ -213,12 +210,12 @@ def has_kernels(major, minor, built):
 
     Machine code (sm_80) runs on the same major from its minor on; PTX (compute_90) on all newer.
     """
-    for arch in built:
-        if found := re.match(r"(sm|compute)_(\d+)(\d)", arch):
-            kind, a, b = found[1], int(found[2]), int(found[3])
-            if (a == major and b <= minor) or (kind == "compute" and (a, b) <= (major, minor)):
-                return True
-    return not any(arch.startswith(("sm", "compute")) for arch in built)    # ROCm names otherwise
+    found = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built))
+    for kind, *version in found:
+        a, b = map(int, version)
+        if (a == major and b <= minor) or (kind == "compute" and (a, b) <= (major, minor)):
+            return True
+    return not found                    # ROCm names its own otherwise
 
 
 def pick_dtype(device, name=None):
@@ -415,14 +412,16 @@ def read_checkpoint(path) -> dict:
 
     Raises ValueError, FileNotFoundError.
     """
-    file = os.path.join(path, "ckpt.pt") if os.path.isdir(path) else str(path)
-    if not os.path.exists(file):
+    file = Path(path)
+    if file.is_dir():
+        file /= "ckpt.pt"
+    if not file.exists():
         raise FileNotFoundError(f"no checkpoint at {file}")
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:      # a truncated archive, a foreign file, code that is refused
-        older = os.path.join(os.path.dirname(file), "ckpt_prev.pt")
-        hint = f"; the one before it is {older}" if os.path.exists(older) and older != file else ""
+        older = file.with_name("ckpt_prev.pt")
+        hint = f"; the one before it is {older}" if older.exists() and older != file else ""
         raise ValueError(f"{file} is not a readable checkpoint ({type(error).__name__})"
                          f"{hint}") from None
     if not isinstance(found, dict) or not {"config", "model", "tokenizer"} <= set(found):
@@ -467,10 +466,9 @@ def warm_start(module, checkpoint, path) -> dict:
     """
     given, own = checkpoint["model"], module.state_dict()
     old, new = checkpoint["config"], dataclasses.asdict(module.encoder.config)
-    differ = []
-    for key in sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"}):
-        if old.get(key, new[key]) != new[key]:
-            differ.append(f"{key} is {old[key]} there and {new[key]} here")
+    fixed = sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"})
+    differ = [f"{key} is {old[key]} there and {new[key]} here"
+              for key in fixed if old.get(key, new[key]) != new[key]]
     if differ:
         raise ValueError(f"{path}: {', '.join(differ)}; only the positional scheme, the objective "
                          "and a larger --block_size may differ")
@@ -500,8 +498,8 @@ def grow(fresh, trained, old_len, more):
     for old, new in zip(trained.shape, fresh.shape):
         rows = torch.arange(old)
         if new - old == 2 * more:           # class = offset + L - 1
-            rows = rows + more
+            rows += more
         elif new > old:
-            rows = torch.where(rows < old_len, rows, rows + more)
+            rows[old_len:] += more
         index.append(rows)
     fresh[torch.meshgrid(*index, indexing="ij")] = trained.to(fresh.device)

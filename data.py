@@ -218,14 +218,13 @@ def file_documents(file, text_column):
 def text_rows(handle):
     """Documents of a plain text file, separated by empty lines, at most PIECE characters at a
     time."""
-    document, size = [], 0
+    document = ""
     for line in iter(partial(handle.readline, PIECE), ""):
-        if size >= PIECE or not line.strip():
-            yield "".join(document)
-            document, size = [], 0
-        document.append(line)
-        size += len(line)
-    yield "".join(document)
+        if len(document) >= PIECE or not line.strip():
+            yield document
+            document = ""
+        document += line
+    yield document
 
 
 def json_rows(handle):

@@ -14,7 +14,6 @@ such tensors; there STUB answers for a card's driver, in a process of its own.
 """
 
 import ctypes
-import itertools
 import os
 import re
 import shutil
@@ -33,7 +32,6 @@ from unittest import mock
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import MultiOutput
@@ -48,17 +46,31 @@ from objectives import OBJECTIVES, of_kind
 LAUNCH = 2.5e-6     # seconds a kernel takes at least
 LIMIT = 540         # seconds a command of --gpu may take
 # What it runs, in this order.
-LINES = [f"bench.py --agree {what} --dtype {dtype}" for dtype, what in itertools.product(
-    ("float32", "float16", "bfloat16"), ("--pe all", "--objective all --pe tupe_r"))]
-PAPER, DOCS = "--preset paper", "--dataset docs --tokenizer bpe --out_dir out/gpu"
-LINES += [f"train.py --pe tupe_r --objective pplm {PAPER} --dtype float16 --steps 50 {DOCS}/fp16"]
-LINES += [f"bench.py --peer hf --preset {preset} --mask_rate .15" for preset in ("paper", "base")]
-LINES += [f"bench.py --compile {PAPER} --pe {pe}" for pe in "tupe_r tupe_a rel t5 rope".split()]
-LINES += [f"bench.py --compile {PAPER} --objective {x}" for x in ("pplm", "taco", "mlm_full")]
-LINES += [f"bench.py --sweep {PAPER}"]
+LINES = """\
+bench.py --agree --pe all --dtype float32
+bench.py --agree --objective all --pe tupe_r --dtype float32
+bench.py --agree --pe all --dtype float16
+bench.py --agree --objective all --pe tupe_r --dtype float16
+bench.py --agree --pe all --dtype bfloat16
+bench.py --agree --objective all --pe tupe_r --dtype bfloat16
+train.py --pe tupe_r --objective pplm --preset paper --dtype float16 --steps 50 \
+--dataset docs --tokenizer bpe --out_dir out/gpu/fp16
+bench.py --peer hf --preset paper --mask_rate .15
+bench.py --peer hf --preset base --mask_rate .15
+bench.py --compile --preset paper --pe tupe_r
+bench.py --compile --preset paper --pe tupe_a
+bench.py --compile --preset paper --pe rel
+bench.py --compile --preset paper --pe t5
+bench.py --compile --preset paper --pe rope
+bench.py --compile --preset paper --objective pplm
+bench.py --compile --preset paper --objective taco
+bench.py --compile --preset paper --objective mlm_full
+bench.py --sweep --preset paper
+""".splitlines()
 LINES += [f"bench.py --agree --compile --pe {pe}" for pe in SCHEMES]
 LINES += [f"bench.py --agree --compile --pe tupe_r --objective {x}" for x in OBJECTIVES]
-LINES += [f"train.py --pe abs --objective {x} {PAPER} --resume {DOCS}/{x}"
+LINES += [f"train.py --pe abs --objective {x} --preset paper --resume "
+          f"--dataset docs --tokenizer bpe --out_dir out/gpu/{x}"
           for x in ("mlm", "clm", *of_kind("position"))]
 
 
@@ -116,16 +128,15 @@ static auto hooks = new ((void*)&at::detail::getCUDAHooks()) Hooks();
 
 def build(folder, name, source, *libraries):
     """A C++ source -> the path of a shared library. Raises ValueError where it does not compile."""
-    root, file = Path(torch.__file__).parent, Path(folder, f"{name}.cpp")
-    file.write_text(source)
-    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", str(file)]
-    command += ["-o", str(file.with_suffix(".so")), f"-L{root}/lib", *libraries]
+    root, library = Path(torch.__file__).parent, f"{folder}/{name}.so"
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", "-xc++", "-",
+               "-o", library, f"-L{root}/lib", *libraries]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        subprocess.run(command, input=source, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         why = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[0]
         raise ValueError(f"--lower needs g++ where PyTorch has no CUDA: {why}") from None
-    return str(file.with_suffix(".so"))
+    return library
 
 
 def pretend():
@@ -148,32 +159,40 @@ def pretend():
         FOLDING.impl(name, on_cpu)
 
 
+def answering(answers):
+    """-> a stack of contexts in which functions, given by their names, return these values."""
+    stack = ExitStack()
+    for name, answer in answers.items():
+        stack.enter_context(mock.patch(name, lambda *a, x=answer, **k: x))
+    return stack
+
+
 def patches(card):
     """-> a stack of contexts in which inductor believes in the card."""
-    stack, major = ExitStack(), card.capability[0]
+    major = card.capability[0]
     props = SimpleNamespace(
         name=card.name, gcnArchName="", major=major, minor=0, multi_processor_count=card.processors,
         max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32,
         max_threads_per_block=1024, total_memory=32 << 30, L2_cache_size=6 << 20,
         shared_memory_per_block=49152, shared_memory_per_block_optin=98304)
-    answers = dict(
-        is_available=True, device_count=1, current_device=0, get_device_capability=card.capability,
-        get_device_properties=props, is_bf16_supported=major >= 8, is_initialized=True,
-        _exchange_device=0, _maybe_exchange_device=0)
-    for name, answer in answers.items():
-        stack.enter_context(mock.patch.object(torch.cuda, name, lambda *a, x=answer, **k: x))
-    for interface in (CudaInterface, CudaInterface.Worker):
-        stack.enter_context(mock.patch.object(
-            interface, "get_device_properties", staticmethod(lambda *a: props)))
-    for name, answer in {
+    return answering({
+        "torch.cuda.is_available": True,
+        "torch.cuda.device_count": 1,
+        "torch.cuda.current_device": 0,
+        "torch.cuda.get_device_capability": card.capability,
+        "torch.cuda.get_device_properties": props,
+        "torch.cuda.is_bf16_supported": major >= 8,
+        "torch.cuda.is_initialized": True,
+        "torch.cuda._exchange_device": 0,
+        "torch.cuda._maybe_exchange_device": 0,
+        "torch._dynamo.device_interface.CudaInterface.get_device_properties": props,
+        "torch._dynamo.device_interface.CudaInterface.Worker.get_device_properties": props,
         "torch.utils._triton.has_triton": True,
         "torch._inductor.scheduler.has_triton": True,
         # Patterns that are traced with real tensors, for attention that is written out.
         "torch._inductor.fx_passes.fuse_attention._sfdp_init": None,
         "torch._inductor.fx_passes.pad_mm._pad_mm_init": None,
-    }.items():
-        stack.enter_context(mock.patch(name, lambda *a, x=answer, **k: x))
-    return stack
+    })
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
@@ -228,23 +247,19 @@ def kernels(model, batch, card, combo):
         with patches(card), mock.patch.object(GraphLowering, "compile_to_module", count):
             return compile_fx(graph, inputs)
 
-    state = torch.zeros(16, dtype=torch.uint8)
     answers = {
         "torch.cuda.get_device_capability": card.capability,
         "torch.cuda.is_bf16_supported": True,
-        "torch.cuda.get_rng_state": state,
+        "torch.cuda.get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "torch.cuda.set_rng_state": None,
         "torch.cuda.amp.common.amp_definitely_not_available": False,
     }
-    with ExitStack() as stack:
-        stack.enter_context(torch._functorch.config.patch(
-            force_non_lazy_backward_lowering=True, enable_autograd_cache=False))
-        stack.enter_context(torch._inductor.config.patch(
-            fx_graph_cache=False, compile_threads=1, combo_kernels=combo))
-        stack.enter_context(
-            mock.patch("torch.nn.functional.scaled_dot_product_attention", attention))
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch(name, lambda *a, x=answer: x))
+    with (answering(answers),
+          torch._functorch.config.patch(
+              force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+          torch._inductor.config.patch(
+              fx_graph_cache=False, compile_threads=1, combo_kernels=combo),
+          mock.patch("torch.nn.functional.scaled_dot_product_attention", attention)):
         warnings.simplefilter("ignore")
         mode, known = FakeTensorMode(allow_non_fake_inputs=True), {}
 
@@ -326,10 +341,10 @@ def every_line(file, given):
     One that fails is a row too; one that LIMIT cuts goes on when it is asked for again."""
     rows = read_json(file, rows=list)["rows"] if os.path.exists(file) else []
     write_json(file, {"rows": rows})    # what cannot be written shows at once
-    ours = {name: x for name, x in given.items() if name != "gpu"}
+    ours = [f"--{name}={x}" for name, x in given.items() if name != "gpu"]
     # train.py has no --pairs, which make this a trial: as many --steps there.
-    trains = {name: ours[name] for name in ("device", "preset") if name in ours}
-    trains |= {"steps": ours["pairs"]} if "pairs" in ours else {}
+    names = {"device": "device", "preset": "preset", "pairs": "steps"}
+    trains = [f"--{names[name]}={x}" for name, x in given.items() if name in names]
     for command in LINES:
         if command in [row["command"] for row in rows if row["exit"] != "stopped"]:
             continue
@@ -339,8 +354,8 @@ def every_line(file, given):
             part, flags = Path(words[-1], "log.jsonl"), trains
         else:
             part = Path(f"{file}.part")
-            flags = {**ours, "json": part}
-        words += [f"--{name}={x}" for name, x in flags.items()]
+            flags = [*ours, f"--json={part}"]
+        words += flags
         print(f"python {program} {' '.join(words)}", flush=True)
         process = subprocess.Popen([sys.executable, Path(__file__).with_name(program), *words],
                                    stderr=subprocess.PIPE, text=True)
