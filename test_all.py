@@ -2366,7 +2366,7 @@ sys.argv += ["--out_dir", {str(tmp_path)!r} + f"/run{{rank}}", "--cache",
     ("--steps 1e22", "invalid int value"), ("--loss_weights inf", "--loss_weights"),
     (f"--pe {'x' * 5000}", "unknown pe"), (f"--dataset '{'y ' * 3000}.txt'", "matches"),
 ])
-def test_mistakes_are_one_line_and_exit_2(run, tmp_path, capsys, monkeypatch, flags, says):
+def test_mistakes_are_one_line_and_exit_2(corpus, run, tmp_path, capsys, monkeypatch, flags, says):
     monkeypatch.setattr(sys, "argv", shlex.split(flags))        # what it shortens in messages
     began, error = time.time(), one_line(capsys, run, "run", flags)
     assert says in error and len(error) < 1000 and time.time() - began < 60
@@ -2920,7 +2920,7 @@ def test_no_answer_by_the_lowest_null_score(monkeypatch):
     """Of two windows. v2 gives no text where it is above the best by more than the threshold."""
     model, spans = finetune.Classifier(tiny(), "squad_v2", 16), np.array([[0, 1], [1, 2]])
     outs = [np.array([[4, 1, 0, 0]] * 2, np.float32), np.array([[2, 0, 0, 9]] * 2, np.float32)]
-    encoded = finetune.Encoded([], [finetune.Window(0, "ab", spans, 1)] * 2)
+    encoded = [], [finetune.Window(0, "ab", spans, 1)] * 2
     monkeypatch.setattr(finetune, "encode_rows", lambda *args: encoded)
     monkeypatch.setattr(finetune, "outputs", lambda *args: outs)
     for threshold, text in ((0.0, ""), (1.9, ""), (2.0, "a")):
@@ -3861,6 +3861,10 @@ def test_driver_of_the_tables():
                     assert recipes.setdefault(name, args) == args
                     if args["init_from"]:                       # it has been trained before
                         assert Path(args["init_from"]).name in recipes
+    for row in driver["read"](driver["ROWS"]):                  # what has been run can be shown
+        assert row["run"] in driver["TABLES"][row["table"]]
+    for table in driver["TABLES"]:
+        driver["show"](table)
     rng, rows = np.random.default_rng(0), []
     for pe in ("none", "abs", "sin", "t5", "rel", "older"):
         x = list(rng.random(9))
@@ -3898,8 +3902,8 @@ def test_driver_runs_what_is_missing(tmp_path, monkeypatch):
         main()
         return [(row["table"], row["run"]) for row in names["read"](names["ROWS"])]
     assert rows("read-32") == [("reading", "read-32")] and set(shown) == names["TABLES"].keys()
-    seeds = [("seeds", name) for name in names["TABLES"]["seeds"]]
-    assert rows("mlm-rope", "seeds", "read-32")[1:] == [("demo", "mlm-rope"), *seeds]
+    docs = [("docs", name) for name in names["TABLES"]["docs"]]
+    assert rows("docs", "read-abs", "read-32")[1:] == [*docs, ("reading", "read-abs")]
     for asked, why in ("read-33", "no table or run read-33"), ("lab", "needs $TEXT"):
         monkeypatch.delenv("TEXT", raising=False)
         with pytest.raises(SystemExit, match=re.escape(why)):

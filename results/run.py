@@ -2,12 +2,12 @@
 
     python results/run.py                       # print what has been run
     python results/run.py docs reading          # run what these tables lack; stopped, it goes on
-    python results/run.py read-32 mlm-rope      # what these runs lack
-    TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue BLIMP=path/to/blimp python results/run.py wiki
+    python results/run.py read-32 read-abs      # what these runs lack
+    TEXT='path/to/*.jsonl.xz' GLUE=path/to/glue BLIMP=path/to/blimp python results/run.py glue
 
-From lab on they train on $TEXT, Wikipedia and books. A run trains in out/results/NAME, is probed
-there and fine-tuned; what came out is a line of results/runs.jsonl. To make a row again, delete its
-line and its folder.
+From schemes on they train on $TEXT, Wikipedia and books. A run trains in out/results/NAME, is
+probed there and fine-tuned; what came out is a line of results/runs.jsonl. To make a row again,
+delete its line and its folder. (older.jsonl: rows of older tables, most of older recipes.)
 """
 
 import json
@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from common import read_rows as read  # noqa: E402
-from model import Encoder, EncoderConfig  # noqa: E402
+from model import PE_NAMES, Encoder, EncoderConfig  # noqa: E402
 from probe import correlations, db, opr, print_table  # noqa: E402
 
 ROWS = ROOT / "results" / "runs.jsonl"
@@ -32,117 +32,54 @@ OUT = "out/results"
 
 # table: {run: flags of train.py}. What two tables have in common is trained once.
 READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
-KEPT = "pe objective preset seed steps lr warmup n_head pos_rate batch_size block_size".split()
-PPLM = "--pe tupe_r --objective pplm"
-TACO = "--pe tupe_r --objective taco --steps 3000"
-FROM_MLM = f"{READ} pplm --lr 5e-4 --init_from {OUT}/mlm-3000"
 NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
 TABLES = {
-    "first": {"first-pplm": PPLM},
-    "demo": {"mlm": "--pe tupe_r", "pplm": PPLM},
     "docs": {
-        "scratch": NONE,
-        "mlm": "--pe tupe_r",
-        "mlm-3000": "--pe tupe_r --n_head 16 --steps 3000",
-        "read": f"{READ} mlm+pplm --steps 3000",
-        "pplm": PPLM,
-        "pplm-from-mlm-3000": FROM_MLM,
-        "taco": "--pe tupe_r --objective taco",
+        "docs-pplm": "--pe tupe_r --objective pplm",
+        "docs-taco": "--pe tupe_r --objective taco",
+        "docs-16-heads": "--pe tupe_r --n_head 16",
+        "docs-3000": "--pe tupe_r --n_head 16 --steps 3000",
     },
-    "seeds": {
-        "read": f"{READ} mlm+pplm --steps 3000",
-        "read-1": f"{READ} mlm+pplm --steps 3000 --seed 1",
-        "read-2": f"{READ} mlm+pplm --steps 3000 --seed 2",
-        "b16": f"{READ} mlm+pplm --steps 5000 --batch_size 16",
-        "b16-1": f"{READ} mlm+pplm --steps 5000 --batch_size 16 --seed 1",
-        "b16-2": f"{READ} mlm+pplm --steps 5000 --batch_size 16 --seed 2",
-    },
-    "reading": {
-        "read-1500": f"{READ} mlm+pplm",
-        "read-pplm": f"{READ} pplm",
-        "read-pmlm": f"{READ} mlm+pmlm",
-        "read-some": f"{READ} mlm+pplm_some",
+    "reading": {            # the run that reads, longer, and with one change
+        "read-s1337": f"{READ} mlm+pplm",
+        "read-s1": f"{READ} mlm+pplm --seed 1",
+        "read-s2": f"{READ} mlm+pplm --seed 2",
+        "read-3000": f"{READ} mlm+pplm --steps 3000",
         "read-abs": f"{READ} mlm+pplm --pe abs",
         "read-4-heads": f"{READ} mlm+pplm --n_head 4",
+        "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 64",
         "read-.30": f"{READ} mlm+pplm --pos_rate .30",
+        "read-.15-then-.30": f"{READ} mlm+pplm --pos_rate .30 --init_from {OUT}/read-s1337",
         "read-.60": f"{READ} mlm+pplm --pos_rate .60",
         "read-content": f"{READ} mlm+pplm --pair_scores content",
         "read-linear": f"{READ} mlm+pplm --pair_head linear",
-        "read-32": f"{READ} mlm+pplm --block_size 32 --batch_size 64",
-        "read-.15-then-.30": f"{READ} mlm+pplm --pos_rate .30 --init_from {OUT}/read-1500",
-        "pplm": PPLM,
-        "pplm-from-mlm": f"{PPLM} --pos_rate .15 --lr 5e-4 --init_from {OUT}/mlm",
-        "pplm-from-mlm-3000": FROM_MLM,
+        "read-some": f"{READ} mlm+pplm_some",
+        "read-pmlm": f"{READ} mlm+pmlm",
+        "read-pplm": f"{READ} pplm",
+        "read-pplm-from-mlm": f"{READ} pplm --lr 5e-4 --init_from {OUT}/docs-3000",
     },
-    "worth": {
-        "first-tupe_r-s1337": "--pe tupe_r --seed 1337",
-        "first-tupe_r-16-heads": "--pe tupe_r --n_head 16",
-        "first-read-1500-s1337": f"{READ} mlm+pplm --steps 1500 --seed 1337",
-        "first-pplm": PPLM,
-        "first-taco": "--pe tupe_r --objective taco",
-    },
-    "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
-    "wiki": {"wiki-scratch": f"--n_head 16 {NONE}"},
-    "plateau": {},
+    "worth": {"docs-scratch": NONE},        # and runs of these two, fine-tuned on docs
     "schemes": {},
-    "rates": {},            # does the order of schemes hang on the rate?
-    "warm": {               # or on the warm-up? And what does taco do with a longer one?
-        "warm-taco": TACO,
-        "warm-concentrated": f"{TACO} --tc_on masked",
-        "warm-concentrated-lr1e-3": f"{TACO} --tc_on masked --lr 1e-3",
-    },
+    "blimp": {},            # the same runs, on minimal pairs
     "objectives": {},
-    "glue": {"tupe_r-scratch": NONE},
+    "glue": {"scratch": NONE},
+    "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
 }
-GLUE = "--data_dir $GLUE --seeds 3 --task"
-MNLI, *REST = f"{GLUE} mnli", f"{GLUE} cola", f"{GLUE} sst2 --limit_train 20000"
-FINETUNE = {
-    "docs": ["--task docs --seeds 5"],
-    "worth": ["--task docs --seeds 5"],
-    "lab": [MNLI, *REST],
-    "wiki": [MNLI],
-    "glue": [MNLI, *REST],
-}
-BLIMP = {"wiki", "schemes", "objectives"}  # minimal pairs are judged
-NOT_JUDGED = ("wiki-scratch", "tupe_r-tc-", "abs-tc-")  # these cannot say what is likelier
+GLUE = ["mnli", "cola", "sst2 --limit_train 20000"]
+FINETUNE = {"worth": ["docs --seeds 5"], "glue": GLUE, "lab": GLUE}
+BLIMP = {"blimp", "objectives"}     # minimal pairs are judged
+WEB = {"schemes", "blimp", "objectives", "glue", "lab"}     # trained on $TEXT
+KEPT = "pe objective preset seed steps lr warmup n_head pos_rate batch_size block_size".split()
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
 PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
-SCHEMES = {"plateau", "schemes", "rates", "warm"}
-# Whose training losses are drawn, in plateau.png.
-DRAWN = [f"warm-{pe}-s1337" for pe in "abs none sin t5 rel tupe_a tupe_r rope".split()]
-WEB = {"lab", "wiki", "objectives", "glue"} | SCHEMES
-OLD = "--lr 2e-3 --warmup 100 "     # demo's, when all tables were run but these:
-TODAY = {"first", "worth", "warm", "lab"}
-# P1's and P3's, the best known first.
-PES = """abs tupe_r t5 rel rope none sin tupe_a bert_ad alibi abs+t5 rlsin abs+rel rsin lsin
-abs+rsin abs+rlsin lsin+rel lsin+rsin lsin+rlsin tupe_a_tie_cls""".split()
-for pe in "abs sin t5 rel bert_ad tupe_a rope".split():
-    TABLES["demo"][f"mlm-{pe}"] = f"--pe {pe}"
+DRAWN = "abs none sin t5 rel tupe_a tupe_r rope".split()    # in plateau.png
 for seed in (1337, 1, 2):
     for pe in ("tupe_r", "abs"):
-        TABLES["first"][f"first-{pe}-s{seed}"] = f"--pe {pe} --seed {seed}"
-    for steps in (1500, 3000):
-        flags = f"{READ} mlm+pplm --steps {steps} --seed {seed}"
-        TABLES["first"][f"first-read-{steps}-s{seed}"] = flags
-for pe in ("tupe_r", "abs"):
-    for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
-        flags = f"--preset lab --n_head 16 --pe {pe} --objective {objective}"
-        flags += " --pos_rate .15" * ("pplm" in objective)
-        TABLES["lab"][f"lab-{pe}-{objective}"] = flags
-        if objective in ("mlm", "mlm+pplm"):
-            TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
-        flags = flags.replace("--preset lab", "--steps 3000")
-        TABLES["wiki"][f"wiki-{pe}-{objective}"] = flags
-for pe in "none abs t5 bert_ad rel tupe_r".split():
-    TABLES["plateau"][f"wiki-{pe}-s1337"] = f"--pe {pe} --steps 3000 --seed 1337"
+        TABLES["docs"][f"docs-{pe}-s{seed}"] = f"--pe {pe} --seed {seed}"
 for seed in (1337, 1):
-    for pe in PES:
-        flags = f"--pe {pe} --steps 3000 --lr 1e-3 --seed {seed}"
-        TABLES["rates"][f"wiki-{pe}-lr1e-3-s{seed}"] = flags
-        flags = f"--pe {pe} --steps 3000 --seed {seed}"
-        TABLES["schemes"][f"wiki-{pe}-s{seed}"] = flags
-        TABLES["warm"][f"warm-{pe}-s{seed}"] = flags
-    for pe in ("tupe_r", "abs"):  # P2's and what is left of P0's
+    for pe in sorted({*PE_NAMES} - {"bert_a", "bert_r"}):       # abs and abs+t5
+        TABLES["schemes"][f"{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
+    for pe in ("tupe_r", "abs"):    # P2's and what is left of P0's
         for name, flags in {
             "mlm": "mlm",
             "taco": "taco",
@@ -156,23 +93,35 @@ for seed in (1337, 1):
             TABLES["objectives"][f"{pe}-{name}-s{seed}"] = flags
             if pe == "tupe_r" and name in ("mlm", "taco", "concentrated", "tp"):
                 TABLES["glue"][f"{pe}-{name}-s{seed}"] = flags
+for pe in ("tupe_r", "abs"):
+    for objective in ("mlm", "mlm+pplm", "pplm", "taco"):
+        flags = f"--preset lab --n_head 16 --pe {pe} --objective {objective}"
+        flags += " --pos_rate .15" * ("pplm" in objective)
+        TABLES["lab"][f"lab-{pe}-{objective}"] = flags
+        if objective in ("mlm", "mlm+pplm"):
+            TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
+TABLES["blimp"] |= TABLES["schemes"]
+for name in "docs-tupe_r-s1337 docs-16-heads docs-3000 docs-pplm docs-taco".split():
+    TABLES["worth"][name] = TABLES["docs"][name]
+for name in "read-s1337 read-3000 read-pplm-from-mlm".split():
+    TABLES["worth"][name] = TABLES["reading"][name]
 
 
 def commands(table, name):
     """A row -> its commands, as one types them."""
     out = f"{OUT}/{name}"
     text = ' --dataset "$TEXT" --tokenizer bpe' if table in WEB else ""
-    flags = ("" if table in TODAY else OLD) + TABLES[table][name]
     made = [
-        f"python train.py {flags}{text} --resume --out_dir {out}",
+        f"python train.py {TABLES[table][name]}{text} --resume --out_dir {out}",
         f"python probe.py --ckpt {out}",
     ]
-    if table == "objectives":
+    if "--keep_every" in TABLES[table][name]:
         made.append(f"python probe.py --dynamics {out}")
-    if table in BLIMP and not name.startswith(NOT_JUDGED):
+    if table in BLIMP and "-tc-" not in name:   # tc alone cannot say what is likelier
         made.append(f'python probe.py --blimp "$BLIMP" --ckpt {out}')
     for task in FINETUNE.get(table, []):
-        made.append(f"python finetune.py {task} --ckpt {out}")
+        glue = "" if table == "worth" else " --data_dir $GLUE --seeds 3"
+        made.append(f"python finetune.py --task {task}{glue} --ckpt {out}")
     return made
 
 
@@ -203,8 +152,8 @@ def run(table, name):
     if (judged := folder / "blimp" / "probe.json").exists():
         judged = json.loads(judged.read_text())
         row["blimp"] = {key: judged[key] for key in ("pairs", "ties", "scores")}
-    if table == "objectives":
-        steps = json.loads((folder / "dynamics" / "probe.json").read_text())["steps"]
+    if (followed := folder / "dynamics" / "probe.json").exists():
+        steps = json.loads(followed.read_text())["steps"]
         row["contexts"] = [[x["step"], round(x["contextual score"], 4)] for x in steps]
     row["scores"] = {}
     for result in read(folder / "results.jsonl") if table in FINETUNE else ():
@@ -216,8 +165,8 @@ def run(table, name):
 def cells(row):
     """What is known of a row -> {column: text}; an empty one is not known."""
     known, words = row["baselines"], row["words"]
-    schemes = row["table"] in SCHEMES
-    indicators = row.get("indicators", {}) if schemes else {}
+    schemes = row["table"] == "schemes"
+    indicators = row["indicators"] if schemes else {}
     parts = row["args"]["objective"].replace("taco", "mlm+tc").split("+")
     losses = [row.get(f"val_{x}", row["val_loss"]) for x in parts]
     is_mlm = row["args"]["objective"] == "mlm"
@@ -242,9 +191,9 @@ def cells(row):
     for name, values in numbers.items():
         shown[name] = " ".join(f"{x:.3f}" for x in values if x is not None)
     shown[f"steps to {PLATEAU}"] = str(left[0]) if left else ""
-    if row["table"] == "objectives":
+    if row["table"] in ("objectives", "glue"):
         for name in ("val_curve", "contexts"):          # every 500 steps
-            shown[name] = " ".join(f"{x:.3f}" for _, x in row[name])
+            shown[name] = " ".join(f"{x:.3f}" for _, x in row.get(name, ()))
     shown["minutes"] = f"{row['minutes']:.0f}"
     scores = [f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})"
               for score, x in row["scores"].items()]
@@ -277,10 +226,9 @@ def show(table):
         empty = {name for name in lines[0] if not any(line[name] for line in lines)}
         print(f"\n{table}\n")
         print_table([{name: line[name] for name in line if name not in empty} for line in lines])
-    if table in ("rates", "warm"):      # the older recipe's runs, and today's
-        tables = SCHEMES & TODAY if table in TODAY else SCHEMES - TODAY
-        runs = {row["run"]: row for row in read(ROWS)
-                if row["table"] in tables and row["args"]["objective"] == "mlm"}
+    if table == "blimp":        # after its rows: those of schemes, judged where they were
+        runs = {row["run"]: row for name in ("schemes", table) for row in read(ROWS)
+                if row["table"] == name}
         print(f"\nP3's table 5 and fig 5: Pearson's r over {len(runs)} runs\n")
         print_table(properties(runs.values()))
 
@@ -290,9 +238,10 @@ def draw():
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for row in read(ROWS):
-        if row["run"] in DRAWN:
+        pe, seed = row["args"]["pe"], row["args"]["seed"]
+        if row["table"] == "schemes" and seed == 1337 and pe in DRAWN:
             steps, losses = zip(*row["curve"])
-            axes.plot(steps, losses, label=row["args"]["pe"])
+            axes.plot(steps, losses, label=pe)
     axes.legend()
     axes.set(xlabel="step", ylabel="training loss (nats)", title="when mlm leaves its plateau")
     figure.savefig(ROOT / "results" / "plateau.png", dpi=110)
@@ -315,7 +264,7 @@ def main():
                 handle.write(json.dumps(row) + "\n")
     for table in TABLES:
         show(table)
-    if "warm" in sys.argv:
+    if "schemes" in sys.argv:
         draw()
 
 
