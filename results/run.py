@@ -226,9 +226,9 @@ def show(table):
         empty = {name for name in lines[0] if not any(line[name] for line in lines)}
         print(f"\n{table}\n")
         print_table([{name: line[name] for name in line if name not in empty} for line in lines])
-    if table == "blimp":        # after its rows: those of schemes, judged where they were
-        runs = {row["run"]: row for name in ("schemes", table) for row in read(ROWS)
-                if row["table"] == name}
+    if table == "blimp":                # judged rows come last, and replace those of schemes
+        rows = sorted(read(ROWS), key=lambda row: row["table"] == table)
+        runs = {row["run"]: row for row in rows if row["table"] in ("schemes", table)}
         print(f"\nP3's table 5 and fig 5: Pearson's r over {len(runs)} runs\n")
         print_table(properties(runs.values()))
 
