@@ -43,7 +43,7 @@ def baselines(model, unigram) -> dict:
 def of_part(name, cfg, shape, unigram):
     """{name: nats} of one objective; an unknown one has none."""
     if name in ("mlm", "clm"):
-        n_means = 2 if name == "mlm" and cfg.mlm_on == "all" else 1
+        n_means = 2 if cfg.mlm_on == "all" else 1
         uniform = math.log(shape.vocab_size - N_SPECIALS)
         return {
             "uniform": n_means * uniform,
@@ -90,38 +90,35 @@ def position_baselines(L, rate) -> dict:
     k, samples = round(rate * n), min(4000, 2**19 // L)                 # seconds, whatever L
     pairs = n * (n - 1)
     both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs            # of a pair's ends, selected
-    copy, inside, kept, moved, some, some_pairs = ([] for _ in range(6))
+    copy = inside = kept = moved = some = some_pairs = 0.0              # sums over the samples
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
         weights = copy_weights(n, k, a, b)
-        copy.append(offset_entropy(np.arange(n), weights))
-        kept.append(np.trace(weights, b - a) / weights.sum())
+        copy += offset_entropy(np.arange(n), weights)
+        kept += np.trace(weights, b - a) / weights.sum()
         places = rng.choice(n, k, replace=False)
-        inside.append(offset_entropy(places, np.ones((k, k))))
+        inside += offset_entropy(places, np.ones((k, k)))
         places = places[places != rng.permutation(places)]
         m = len(places)                                                 # so many really moved
         if m == 0:
-            moved.append(0.0)                                           # then all is known
-            continue
+            continue                                                    # then all is known
         # Each row counts by its pairs: m (m - 1) with two moved ends, 2 m (n - m) with one.
-        some_pairs.append(m * (m - 1))
-        some.append(some_pairs[-1] * offset_entropy(places, moved_weights(m)))
-        moved.append(
-            (some[-1] + 2 * m * (n - m) * math.log(m - 1)) / pairs
-        )
-    selected = both * np.mean(inside) + one * math.log(k)
-    p = np.mean(kept)
+        two_moved = m * (m - 1) * offset_entropy(places, moved_weights(m))
+        some += two_moved
+        some_pairs += m * (m - 1)
+        moved += two_moved + 2 * m * (n - m) * math.log(m - 1)
+    selected = both * inside / samples + one * math.log(k)
+    p = kept / samples
     r = np.arange(-n + 1, n)
-    found = {
+    return {
         "prior": entropy(np.where(r == 0, 0, n - abs(r))),
-        "copy": np.mean(copy),
+        "copy": copy / samples,
         "selected": selected,
-        "moved": np.mean(moved),
+        "moved": moved / pairs / samples,
         "free_slots": selected / (both + one),
-        "some_moved": sum(some) / max(1, sum(some_pairs)),
+        "some_moved": some / max(1, some_pairs),
         "binary": entropy(np.array([p, 1 - p])),
     }
-    return {key: float(value) for key, value in found.items()}
 
 
 def entropy(counts) -> float:
@@ -164,20 +161,18 @@ def count_free(n, k):
 
 
 def copy_weights(n, k, a, b):
-    """P(t_i, t_j | i seen at a, j seen at b) up to a factor -> (n, n).
+    """P(t_i, t_j | i seen at a, j seen at b) times n (n - 1) -> (n, n).
 
     The corruption treats all places alike, so only the pattern counts: who is right, who is at the
-    other's place.
+    other's place. Both are selected with k (k - 1) / (n (n - 1)); two of k permuted places then go
+    to two given ones with 1 / (k (k - 1)).
     """
-    pairs = n * (n - 1)
-    both_in = k * (k - 1) / pairs                                       # both selected
-    one_in = (n - k) * k / pairs                                        # b selected, a not
-    swapped = both_in / (k * (k - 1))  # k permuted: two places go to two given ones
-    # a's true place is b, b's a third one.
-    chain = both_in * (1 / k - 1 / (k * (k - 1))) / max(n - 2, 1)
-    right = (n - k) * (n - k - 1) / pairs + 2 * one_in / k + swapped
-    half = one_in * (1 - 1 / k) / max(n - 2, 1) + chain  # one right, the other at a third
-    rest = 1 - right - swapped - 2 * (n - 2) * (half + chain)
+    out, others = n - k, max(n - 2, 1)
+    swapped = 1
+    chain = (k - 2) / others  # a's true place is b, b's a third one
+    right = out * (out - 1) + 2 * out + swapped  # no, one or both selected
+    half = out * (k - 1) / others + chain  # one right, the other at a third
+    rest = n * (n - 1) - right - swapped - 2 * (n - 2) * (half + chain)
     weights = np.full((n, n), rest / max((n - 2) * (n - 3), 1))
     weights[a, :] = weights[:, b] = half
     weights[b, :] = weights[:, a] = chain

@@ -81,7 +81,7 @@ from common import (
     write_json,
 )
 from fast import compiled, step_or_skip
-from model import SCHEMES, Encoder, EncoderConfig, parse_pe
+from model import SCHEMES, Encoder, EncoderConfig
 from objectives import (
     MLM,
     OBJECTIVES,
@@ -344,11 +344,9 @@ def compare(variants, reference, key):
             base, seconds = turns_of(reference, v)
             ratios = {f"ratio_to_{key}": middle_half(seconds, base)}
         else:
-            ratios, seconds = {}, together[variants.index(v)]
-            for other, theirs in zip(variants, together):
-                if other.peer:
-                    name = f"speed_to_{other.name}".replace(" ", "_")
-                    ratios[name] = middle_half(theirs, seconds)
+            seconds = together[variants.index(v)]
+            ratios = {f"speed_to_{other.name}".replace(" ", "_"): middle_half(theirs, seconds)
+                      for other, theirs in zip(variants, together) if other.peer}
         ms, n_parameters = 1e3 * median(seconds), v.n_parameters()
         parts = count(v, n_parameters).values()
         floor = 1e3 * sum(max(n / product, size / copy) for n, size in parts)
@@ -413,7 +411,7 @@ def bench_finetune(v):
     rows.append(([cfg.pad_id] * 128, 0))        # the last one, -1, makes a batch so wide
 
     def batch(group):
-        return finetune.collate([rows[i] for i in group], cfg.pad_id, v.machine[0])
+        return finetune.collate(rows, group, cfg.pad_id, v.machine[0])
 
     def peer(group):                    # RoBERTa's own pad id is 1, from which it counts positions
         tokens, _, labels = batch(group)
@@ -443,12 +441,11 @@ def bench_finetune(v):
 
 def names_of(args):
     """--pe and --objective -> two lists of names."""
-    models = {}
-    for name in SCHEMES:                # an alias names the same model as an earlier one
-        models.setdefault(str(parse_pe(name)), name)
-    pes = list(models.values()) if args.pe == "all" else args.pe.split(",")
-    every = [*OBJECTIVES, "mlm_full"]
-    return pes, every if args.objective == "all" else args.objective.split(",")
+    # Without the aliases: a name that stands for another one.
+    pes = [name for name, x in SCHEMES.items() if x == name or x not in SCHEMES]
+    tasks = [*OBJECTIVES, "mlm_full"]
+    pes = pes if args.pe == "all" else args.pe.split(",")
+    return pes, tasks if args.objective == "all" else args.objective.split(",")
 
 
 def table(args, given):
@@ -458,7 +455,8 @@ def table(args, given):
         import gpu  # and inductor with it: seconds, and memory
     tables = {"sweep", "data", "finetune", "agree", "gpu", "lower" if args.lower else "peer"}
     for name, without in WITHOUT.items():
-        tables |= without if getattr(args, name) else set()
+        if getattr(args, name):
+            tables |= without
     asked = given.keys() & tables
     for name, names in (("pe", pes), ("objective", tasks)):
         if names[1:] and not (args.lower or args.agree):        # which take all pairs of them

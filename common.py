@@ -57,8 +57,7 @@ def check_settings(config):
         values = value if isinstance(value, (tuple, list)) else [value]
         if not isinstance(allowed, str):
             if value not in allowed:
-                choices = ", ".join(allowed)
-                raise ValueError(f"--{field.name} is {value!r}; choose from {choices}")
+                raise ValueError(f"--{field.name} is {value!r}; choose from {', '.join(allowed)}")
         elif not all(within(x, allowed) for x in values):
             raise ValueError(f"--{field.name} is {value}; it must be in {allowed}")
 
@@ -135,7 +134,7 @@ def short(message):
     for given in sys.argv[1:]:
         if len(given) > 200:
             message = message.replace(given, given[:200] + "..")
-    return re.sub(r"(\S{200})\S+", r"\1..", " ".join(str(message).split()))
+    return re.sub(r"(\S{200})\S+", r"\1..", " ".join(message.split()))
 
 
 @contextlib.contextmanager
@@ -274,16 +273,15 @@ def peak_flops(device):
     for key, flops in PEAKS.items():
         if re.search(rf"\b{key}\b", name.replace("-", " ")):
             return flops
-    return None
 
 
 def peak_memory_mb(device):
+    """None on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
-    if resource is None:
-        return None
-    kilo = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilo / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
+    if resource:
+        kilo = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return kilo / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
 
 
 def check_memory(n_parameters, device):
@@ -441,16 +439,14 @@ def newest_run():
 
 def load_strict(module, weights, path):
     """load_state_dict that says in one line which keys or shapes do not fit."""
-    own, problems = module.state_dict(), []
-    for what, keys in (("missing", own.keys() - weights.keys()),
-                       ("extra", weights.keys() - own.keys())):
-        if keys:
-            problems.append(f"{what} {', '.join(sorted(keys)[:3])}")
+    own = module.state_dict()
+    alone = {"missing": own.keys() - weights.keys(), "extra": weights.keys() - own.keys()}
+    problems = [f"{what} {', '.join(sorted(keys)[:3])}" for what, keys in alone.items() if keys]
     for key in own.keys() & weights.keys():
-        if weights[key].shape != own[key].shape and len(problems) < 5:
+        if weights[key].shape != own[key].shape:
             problems.append(f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}")
     if problems:
-        raise ValueError(f"{path} does not fit this model: {'; '.join(problems)}")
+        raise ValueError(f"{path} does not fit this model: {'; '.join(problems[:5])}")
     module.load_state_dict(weights)
 
 

@@ -192,10 +192,10 @@ def files_source(files, text_column):
     """Local files -> Source; they are read when asked for. Raises OSError."""
     stats, parts = [], []
     for file in files:
-        name, size = os.path.basename(file), os.path.getsize(file)
-        stats.append((name, size, os.stat(file).st_mtime_ns))
+        stat = os.stat(file)
+        stats.append((os.path.basename(file), stat.st_size, stat.st_mtime_ns))
         ratio = 3.5 if Path(file).suffix in (*OPENERS, ".parquet") else 1   # of compressed English
-        parts.append((partial(file_documents, file, text_column), ratio * size))
+        parts.append((partial(file_documents, file, text_column), ratio * stat.st_size))
     about = {"files": [name for name, *_ in stats], "text_column": text_column}
     digest = short_hash(json.dumps([stats, text_column]))
     return Source(f"files-{digest}", about, lambda: parts)
@@ -385,8 +385,7 @@ def gpt2_state():
         raise ValueError(f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): "
                          "--tokenizer bpe needs no network, or set TIKTOKEN_CACHE_DIR to a folder "
                          "in which tiktoken once stored it") from None
-    ranks = sorted(gpt2._mergeable_ranks, key=gpt2._mergeable_ranks.get)
-    return tokenizer_state("gpt2", gpt2._pat_str, ranks, "<|endoftext|>")
+    return tokenizer_state("gpt2", gpt2._pat_str, gpt2._mergeable_ranks, "<|endoftext|>")
 
 
 def tokenizer_state(name, pattern, ranks, *more):

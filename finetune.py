@@ -25,7 +25,7 @@ import re
 import statistics
 import string
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from operator import eq, itemgetter
@@ -183,7 +183,6 @@ TASKS = {
     "squad_v2": SQUAD._replace(suffix="-v2.0.json", repo="rajpurkar/squad_v2"),
     "docs": Task("", ("text",), DOCS_LIBRARIES),
 }
-METRICS = {name: task.score for name, task in TASKS.items()}
 
 # A value, or one for each task (squad: both versions), for a width below 512 (narrow) and for the
 # rest. Warm-up below 1 is a share of the steps. Of several learning rates the best counts.
@@ -472,7 +471,7 @@ def token_spans(tokenizer, text):
 
 
 def windows(number, question, tokenizer, cfg, length):
-    """Question -> list of ((ids, label), Window): [CLS] question [SEP] part of the context [SEP], a
+    """Question -> ((ids, label), Window), ..: [CLS] question [SEP] part of the context [SEP], a
     part every length // 3.
 
     The label is (0, 0), [CLS], where the answer is not wholly in the part, as BERT has it.
@@ -485,15 +484,14 @@ def windows(number, question, tokenizer, cfg, length):
     # Which tokens of the context are the answer's?
     start, size = (question.starts[0], len(question.golds[0])) if question.golds else (0, 0)
     of_answer = (spans[:, 1] > start) & (spans[:, 0] < start + size)
-    found, step = [], min(length // 3, room)
+    step = min(length // 3, room)
     for first in range(0, max(1, len(context) - room + step), step):    # until one reaches the end
         part = slice(first, first + room)
         inside = np.flatnonzero(of_answer[part]) + offset
         whole = 0 < of_answer.sum() == len(inside)
         label = tuple(inside[[0, -1]].tolist()) if whole else (0, 0)
         ids = [cfg.cls_id, *q, cfg.sep_id, *context[part], cfg.sep_id]
-        found.append(((ids, label), Window(number, text, spans[part], offset)))
-    return found
+        yield (ids, label), Window(number, text, spans[part], offset)
 
 
 def encode_rows(model, rows):
@@ -525,12 +523,13 @@ def batches(rows, size, rng=None):
     return groups
 
 
-def collate(rows, pad_id, device):
-    """-> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or (B, 2); L is the
-    longest of the batch."""
-    tokens = nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids, _ in rows], True, pad_id)
+def collate(rows, group, pad_id, device):
+    """Numbers of rows -> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or
+    (B, 2); L is the longest of the batch."""
+    ids, labels = zip(*[rows[i] for i in group])
+    tokens = nn.utils.rnn.pad_sequence(list(map(torch.tensor, ids)), True, pad_id)
     padded = (tokens == pad_id).any()
-    tensors = tokens, torch.tensor([label for _, label in rows])
+    tensors = tokens, torch.tensor(labels)
     if device.type == "cuda":                   # pinned memory is copied while the host goes on
         tensors = [x.pin_memory() for x in tensors]
     tokens, labels = [x.to(device, non_blocking=True) for x in tensors]
@@ -584,10 +583,10 @@ class Classifier(nn.Module):
 def home(args):
     """The folder where results and fine-tuned models lie: --out_dir, else the run's."""
     if args.out_dir or args.ckpt in ("scratch", "bow"):
-        return args.out_dir or "out"
-    folder = args.ckpt
-    while not os.path.isdir(folder):            # a file, or a glob
-        folder = os.path.dirname(folder) or "."
+        return Path(args.out_dir or "out")
+    folder = Path(args.ckpt)
+    while not folder.is_dir():                  # a file, or a glob
+        folder = folder.parent
     return folder
 
 
@@ -737,7 +736,7 @@ def train_one(model, rows, chosen, lr, seed, args):
             param_group["lr"] = param_group["peak"] * schedule(step - 1, steps, chosen.warmup)
 
         # Rows of near lengths, padded to the longest of them; forward and backward.
-        batch = collate([rows[i] for i in group], model.encoder.config.pad_id, args.device)
+        batch = collate(rows, group, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):     # inside it matrix products take 16 bits
             loss = model.loss(*batch)
         scaler.scale(loss).backward()
@@ -763,7 +762,7 @@ def outputs(model, rows, args):
     model.eval()
     found = [None] * len(rows)
     for group in batches(rows, max(1, EVAL_TOKENS // max(len(ids) for ids, _ in rows))):
-        batch = collate([rows[i] for i in group], model.encoder.config.pad_id, args.device)
+        batch = collate(rows, group, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):
             for i, out in zip(group, model(*batch[:2]).cpu().numpy()):
                 found[i] = out
@@ -857,12 +856,12 @@ def record(name, evaluations, began, model, args, facts):
     `constant` is what the commonest answer, always given, scores. began: time.time() at the start;
     facts: what else the lines say.
     """
-    found = []
+    found, task = [], TASKS[name]
     for where, rows in evaluations.items():
         labels, predictions = [row[1] for row in rows], predict(model, rows, args)
-        answer = "" if TASKS[name].kind == "span" else statistics.mode(labels)
-        metrics = METRICS[name](labels, predictions)
-        constant = METRICS[name](labels, [answer] * len(labels))
+        answer = "" if task.kind == "span" else statistics.mode(labels)
+        metrics = task.score(labels, predictions)
+        constant = task.score(labels, [answer] * len(labels))
         majority = constant.get("accuracy", constant.get("em", 0.0))
         found.append({**facts, "task": where, "metrics": metrics, "constant": constant,
                       "majority": majority, "one_class": len(set(predictions)) == 1,
@@ -878,10 +877,9 @@ def record(name, evaluations, began, model, args, facts):
 def best_runs(results, middle):
     """Rows -> {(start, task): rows of the learning rate whose first metric is best} (P1). middle:
     of several seeds."""
-    groups = {}
+    groups = defaultdict(lambda: defaultdict(list))
     for row in results:
-        by_lr = groups.setdefault((row["ckpt"], row["task"]), {})
-        by_lr.setdefault(row["lr"], []).append(row)
+        groups[row["ckpt"], row["task"]][row["lr"]].append(row)
 
     def first_metric(rows):
         return middle(next(iter(row["metrics"].values())) for row in rows)
@@ -1130,7 +1128,7 @@ def main(argv=None):
             args.compile = False
         if not args.ckpt:       # once: another run may save while this one is at work
             args.ckpt = args.tuned and args.out_dir or newest_run()
-        args.out_dir = Path(home(args))
+        args.out_dir = home(args)
         if args.predict_text:
             predict_text(args)
             return

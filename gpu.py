@@ -126,9 +126,9 @@ static auto hooks = new ((void*)&at::detail::getCUDAHooks()) Hooks();
 """
 
 
-def build(folder, name, source, *libraries):
-    """A C++ source -> the path of a shared library. Raises ValueError where it does not compile."""
-    root, library = Path(torch.__file__).parent, f"{folder}/{name}.so"
+def build(library, source, *libraries):
+    """A C++ source -> a shared library, its path. Raises ValueError where it does not compile."""
+    root = Path(torch.__file__).parent
     command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", "-xc++", "-",
                "-o", library, f"-L{root}/lib", *libraries]
     try:
@@ -147,8 +147,8 @@ def pretend():
     if not torch.backends.cuda.is_built():
         if "LOWERING" not in os.environ:
             folder = tempfile.mkdtemp()
-            stub = build(folder, "stub", STUB, "-lc10", "-ltorch_cpu")
-            answer = build(folder, "answer", ANSWER)
+            stub = build(f"{folder}/stub.so", STUB, "-lc10", "-ltorch_cpu")
+            answer = build(f"{folder}/answer.so", ANSWER)
             environment = {**os.environ, "LD_PRELOAD": answer, "LOWERING": stub}
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
         stub = os.environ.pop("LOWERING")
@@ -179,7 +179,6 @@ def patches(card):
         "torch.cuda.is_available": True,
         "torch.cuda.device_count": 1,
         "torch.cuda.current_device": 0,
-        "torch.cuda.get_device_capability": card.capability,
         "torch.cuda.get_device_properties": props,
         "torch.cuda.is_bf16_supported": major >= 8,
         "torch.cuda.is_initialized": True,
@@ -209,9 +208,8 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 
 def on_cpu(size, *args, dtype=None, **kwargs):
     """What inductor folds it computes; here, a CPU does."""
-    if args:
-        return torch.empty_strided(size, *args, dtype=dtype, device="cpu")
-    return torch.empty(size, dtype=dtype, device="cpu")
+    empty = torch.empty_strided if args else torch.empty
+    return empty(size, *args, dtype=dtype, device="cpu")
 
 
 FOLDING = torch.library.Library("aten", "IMPL", "CUDA")
@@ -261,14 +259,14 @@ def kernels(model, batch, card, combo):
               fx_graph_cache=False, compile_threads=1, combo_kernels=combo),
           mock.patch("torch.nn.functional.scaled_dot_product_attention", attention)):
         warnings.simplefilter("ignore")
-        mode, known = FakeTensorMode(allow_non_fake_inputs=True), {}
+        mode, known = FakeTensorMode(allow_non_fake_inputs=True), {None: None}
 
         def fake(x):
-            if x is not None and x not in known:            # what is tied stays tied
+            if x not in known:                              # what is tied stays tied
                 known[x] = FakeTensor(mode, x.detach().to("meta"), torch.device("cuda", 0))
                 if isinstance(x, torch.nn.Parameter):
                     known[x] = torch.nn.Parameter(known[x])
-            return known.get(x)
+            return known[x]
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({name: fake(x) for name, x in tensors.items()})
@@ -297,9 +295,9 @@ def lower(variants, name, collate):
             size += moved
             seconds += max(moved / card.bandwidth, operations / card.rate, LAUNCH)
             kinds[re.sub(r".*aten\.(\w+).*|.*\.", r"\1", kind)] += 1
-        row = {"name": f"{v.peer or 'ours'} compiled", "card": name, "pe": v.pe,
-               "objective": v.objective, "batch_size": v.batch_size,
-               "block_size": v.block_size, "mask_rate": v.mask_rate,
+        facts = {key: getattr(v, key)
+                 for key in "pe objective batch_size block_size mask_rate".split()}
+        row = {"name": f"{v.peer or 'ours'} compiled", "card": name, **facts,
                "launches": len(found), "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
                "kernels": kinds}
         print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{len(found):9}{row['gb']:7.2f}"
@@ -350,12 +348,9 @@ def every_line(file, given):
             continue
         rows = [row for row in rows if row["command"] != command]
         program, *words = command.split()
-        if training := program == "train.py":
-            part, flags = Path(words[-1], "log.jsonl"), trains
-        else:
-            part = Path(f"{file}.part")
-            flags = [*ours, f"--json={part}"]
-        words += flags
+        training = program == "train.py"
+        part = Path(words[-1], "log.jsonl") if training else Path(f"{file}.part")
+        words += trains if training else [*ours, f"--json={part}"]
         print(f"python {program} {' '.join(words)}", flush=True)
         process = subprocess.Popen([sys.executable, Path(__file__).with_name(program), *words],
                                    stderr=subprocess.PIPE, text=True)

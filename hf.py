@@ -142,8 +142,8 @@ def new_model(run, encoder, checkpoint):
         raise ValueError(f"{run}, pe {cfg.pe}, has no class in transformers. What can go: "
                          f"{', '.join(KINDS)}; no clm; fine-tuned: no rope, no span, no probe")
     shape = FIXED | {name: getattr(cfg, ours) for ours, name in SHAPE.items()}
-    shape["model_type"], shape["max_position_embeddings"] = kind, cfg.max_len + 2
-    shape["tie_word_embeddings"] = encoder.pe.token_scale == 1      # sin scales words, going in
+    shape |= {"model_type": kind, "max_position_embeddings": cfg.max_len + 2,
+              "tie_word_embeddings": encoder.pe.token_scale == 1}   # sin scales words, going in
     if task:
         shape["id2label"] = dict(enumerate(checkpoint["classes"] or ["score"]))
         shape["label2id"] = {label: i for i, label in shape["id2label"].items()}
@@ -190,8 +190,9 @@ def write_tokenizer(folder, vocab, max_len):
     merges = []
     for name in list(vocab)[:-N_SPECIALS]:
         for cut in range(1, len(name)):
-            if name[:cut] in vocab and name[cut:] in vocab:
-                merges.append((name[:cut], name[cut:]))
+            pair = name[:cut], name[cut:]
+            if vocab.keys() >= set(pair):
+                merges.append(pair)
     tokenizer = ByteLevelBPETokenizer(vocab, merges)            # it knows GPT-2's pattern
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 0))
     # [MASK] takes the space before it along, as words do.
@@ -204,7 +205,7 @@ def write_tokenizer(folder, vocab, max_len):
 
 def card(run, checkpoint):
     """-> the model card: what it learned from and how, the command, its scores."""
-    row, args, command = (checkpoint.get(key) for key in ("row", "args", "command"))
+    row, args, command = map(checkpoint.get, ("row", "args", "command"))
     if row:
         command = (f"python finetune.py --task {checkpoint['task']} --ckpt '{row['ckpt']}' "
                    f"--recipe {row['recipe']} --lr {row['lr']}")

@@ -15,8 +15,8 @@ taco          P2 eq 11 mlm+tc
 nsp           BERT     [SEP] in the middle; in half of the  does the second half follow the first?
                        rows another row's second half
 
-Joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. An objective has two
-halves:
+P0 is the paper on relative position prediction, P2 TACO. Joined by `+`: mlm+pplm is the sum of
+both losses on one corrupted batch. An objective has two halves:
 
     corrupt(batch, generator)       not compiled; no shape depends on the data
     loss(encoder, hidden, batch)    compiled with the encoder -> loss (), {name: ()} to log

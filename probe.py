@@ -130,8 +130,7 @@ def load_pretraining(path):
     if "task" in facts:
         name = f"finetuned-{facts['task']}"
         return Namespace(encoder=encoder, names=[name], objectives={}, causal=False)
-    cfg = pick_fields(ObjectiveConfig, Namespace(**facts["args"]))
-    model = Pretraining(encoder, cfg)
+    model = Pretraining(encoder, pick_fields(ObjectiveConfig, Namespace(**facts["args"])))
     load_strict(model, facts["model"], path)
     model.facts = facts
     return model.requires_grad_(False).eval()
@@ -165,7 +164,7 @@ def aiv(A):
     for a constant map."""
     if np.ptp(A) <= TIE * abs(A).max():
         return math.nan
-    groups = [A.diagonal(r) for r in range(1 - len(A), len(A))]
+    groups = map(A.diagonal, range(1 - len(A), len(A)))
     return float(sum(len(group) * group.var() for group in groups) / A.size / A.var())
 
 
@@ -224,8 +223,7 @@ def probe_words(encoder, n=300):
         for i in ids
         if re.fullmatch(rb" [A-Za-z]{2,}", encoder.tokenizer.decode_single_token_bytes(i))
     ]
-    enough = len(words) >= n
-    order = np.random.default_rng(0).permutation(words if enough else ids)
+    order = np.random.default_rng(0).permutation(words if len(words) >= n else ids)
     return torch.from_numpy(order[:n])
 
 
@@ -252,8 +250,7 @@ def hidden_spread(encoder, words, causal=False):
     """What the last hidden states of the same rows tell apart: their standard deviation over words
     at one place, and over the places of one word, specials left out, means over the rest and over
     dimensions -> {name: float}."""
-    rows = identical_words(encoder, words)
-    hidden = encoder(rows, causal=causal)[:, 1:-1]  # (n, L-2, C)
+    hidden = encoder(identical_words(encoder, words), causal=causal)[:, 1:-1]  # (n, L-2, C)
     return {
         "std words": float(hidden.std(0, correction=0).mean()),
         "std places": float(hidden.std(1, correction=0).mean()),
@@ -314,16 +311,13 @@ def worth_of_words(model, corpus):
             losses[kind] = losses.get(kind, 0) + float(loss) * len(words) / n
             has_p = objective.cfg.pair_loss == "ce" and not objective.hides_positions
             if kind == "true" and has_p:
-                for _, _, area in believed(objective, encoder, hidden, batch):
-                    areas.append(area)
+                areas += [area for *_, area in believed(objective, encoder, hidden, batch)]
     losses["auc"] = float(np.nanmean(areas)) if areas else None
     return losses
 
 
 def words_as_text(found):
-    """What worth_of_words has found, in a line for people; "" where there was no text."""
-    if found["true"] is None:
-        return ""
+    """What worth_of_words has found, in a line for people."""
     text = (
         "position loss: {true:.3f} with the true words, {random:.3f} with random ones, "
         "{shuffled:.3f} with the row's own in another order".format(**found)
@@ -382,12 +376,11 @@ def believed(objective, encoder, hidden, batch):
 
 def maps(titles, matrices, x="key position", y="query position", first=0):
     """first: what row and column 0 stand for. A map of zeros is left out."""
-    panels = []
-    for title, matrix in zip(titles, matrices):
-        if matrix.any():
-            axes = dict(title=title, xlabel=x, ylabel=y)
-            panels.append(dict(axes=axes, first=first, matrix=np.asarray(matrix)))
-    return panels
+    return [
+        dict(axes=dict(title=title, xlabel=x, ylabel=y), first=first, matrix=np.asarray(matrix))
+        for title, matrix in zip(titles, matrices)
+        if matrix.any()
+    ]
 
 
 def lines(title, x, y, curves, scale="linear"):
@@ -598,7 +591,7 @@ def probe_run(path, cache, out_dir):            # --ckpt
         f"last hidden states: standard deviation over words at one place {run['std words']:.3f}, "
         f"over the places of one word {run['std places']:.3f}"
     )
-    if position_objective(model):
+    if run["words"]["true"] is not None:
         print(words_as_text(run["words"]))
     write(
         out_dir or beside(path, "probe"),
@@ -627,8 +620,7 @@ def read_run(folder, name, cache):
             key = f"{result['task']} {metric}", result["lr"]
             by_lr.setdefault(key, []).append(value)
     for (score, _), values in by_lr.items():    # median over seeds, at the best lr
-        best = scores.get(score, -math.inf)
-        scores[score] = max(best, float(np.median(values)))
+        scores[score] = max(scores.get(score, -math.inf), float(np.median(values)))
     return (
         logits.mean(0),
         losses,
@@ -676,11 +668,8 @@ def comparable(results, steps):
 
 def pearson(x, y):
     """Over the pairs that are finite; NaN with fewer than 3, or where one side is constant."""
-    both = np.array([x, y])
-    both = both[:, np.isfinite(both).all(0)]
-    if both.shape[1] < 3 or not np.ptp(both, 1).all():
-        return math.nan
-    return float(np.corrcoef(both)[0, 1])
+    both = pandas.DataFrame({"x": x, "y": y}).replace([math.inf, -math.inf], math.nan)
+    return float(both.corr(min_periods=3).x.y)
 
 
 def correlations(runs, names=("opr", "opr_20", "aiv", "aiv w/o", "sd", "db")):
@@ -870,10 +859,9 @@ def pseudo_log_likelihoods(model, tokens, starts):
     its word, which would give it away (Kauf & Ivanova 2023). tokens (B, L); starts (V,) bool: which
     pieces begin a word -> (2, B)
     """
-    encoder, mlm, (B, L) = model.encoder, model.objectives["mlm"], tokens.shape
+    encoder, mlm = model.encoder, model.objectives["mlm"]
     word = starts[tokens[:, 1:-1]].cumsum(1)    # (B, n): its number
-    # Row i of a sentence masks token i, or i and what follows it in its word.
-    alone = torch.eye(L - 2, device=tokens.device).expand(B, -1, -1) > 0
+    # Row i of a sentence masks token i and what follows it in its word; the diagonal: i alone.
     rest = (word[:, :, None] == word[:, None]).triu()  # (B, n, n)
 
     def log_p(chosen, masks):                   # (B, n), (B, n, n) bool -> (R,)
@@ -884,7 +872,7 @@ def pseudo_log_likelihoods(model, tokens, starts):
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
         return -cross_entropy(logits, rows[at])
 
-    pll = log_p(word >= 0, alone).view(word.shape)
+    pll = log_p(word >= 0, rest.tril()).view(word.shape)
     split = rest.sum(-1) > 1                    # elsewhere both rows are the same
     l2r = pll.masked_scatter(split, log_p(split, rest))
     return torch.stack((pll, l2r)).sum(-1)
@@ -1111,8 +1099,8 @@ def best_order(scores, given):
     """
     n, L = len(given), scores.size(-1) // 2 + 1
     i, j = torch.triu_indices(n, n, 1)
-    exchange, others = torch.arange(1, len(i) + 1), ~torch.eye(n, dtype=torch.bool)
-    offset = (scores.softmax(-1) @ torch.arange(1.0 - L, L)).fill_diagonal_(0)
+    exchange = torch.arange(1, len(i) + 1)
+    offset = scores.softmax(-1) @ torch.arange(1.0 - L, L)
     rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()  # right of others: late
     ends = []
     for pos in (given, given.sort().values[rank]):
@@ -1121,8 +1109,8 @@ def best_order(scores, given):
             tried = pos.repeat(len(i) + 1, 1)   # as it is, then a row an exchange
             tried[exchange, i], tried[exchange, j] = pos[j], pos[i]
             r = tried[:, None] - tried[:, :, None] + L - 1  # (exchanges + 1, n, n)
-            found = scores.expand(len(tried), -1, -1, -1).gather(-1, r[..., None])[..., 0]
-            total = (found * others).sum((1, 2))
+            found = scores.expand(len(tried), -1, -1, -1).gather(-1, r[..., None])
+            total = found.sum((1, 2, 3))        # a word's offset from itself is 0 in all of them
             total[(tried == given).all(1)] = -math.inf
             best = int(total.argmax())
             pos = tried[best]

@@ -2,7 +2,7 @@
 
     python train.py                                     # abs, mlm, preset demo: a CPU, minutes
     python train.py --pe tupe_r --objective pplm        # TUPE-R, relative position prediction
-    python train.py --pe tupe_r --objective pplm --preset paper         # P0's size, on one GPU
+    python train.py --pe tupe_r --objective pplm --preset paper         # the paper's size, one GPU
     torchrun --nproc_per_node 4 train.py --preset base --pe tupe_r      # several GPUs
 
 A run lives in out/<dataset>-<preset>-<pe>-<objective>-s<seed>/. Killed or stopped, it goes on with
@@ -78,21 +78,10 @@ PRESETS = {
 STOP_EVERY = 10  # micro-batches after which several processes agree on whether to stop
 # Flags that may change when a run is resumed: the machine's, and those of files and logs. Of
 # grad_accum and the number of processes the product has to stay (identity).
-FREE_FLAGS = {
-    "resume",
-    "init_from",
-    "init_embeddings",
-    "out_dir",
-    "cache",
-    "device",
-    "dtype",
-    "compile",
-    "log_every",
-    "eval_every",
-    "keep_every",
-    "save_every",
-    "grad_accum",
-}
+FREE_FLAGS = set(
+    "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
+    "keep_every save_every grad_accum".split()
+)
 
 
 @dataclass
