@@ -473,8 +473,8 @@ def pictures_of(encoder, logits):
 
 
 def draw(file, panels, figure_class):
-    """A grid of panels -> PNG. A map's colours span the middle 98% of its values, so that [CLS]
-    does not hide the rest."""
+    """A grid of panels -> PNG. A map's colours span the middle 98% of its values but for its
+    edges, so that [CLS] and [SEP] do not hide the rest."""
     columns, width, height = 1, 9, 3.6
     if "matrix" in panels[0]:
         columns, width, height = min(len(panels), 4), 4, 3.4
@@ -487,7 +487,7 @@ def draw(file, panels, figure_class):
             a = panel["first"] - 0.5
             b = a + len(M)
             image = ax.imshow(M, "cividis_r", extent=(a, b, b, a))  # dark is high, as in P3
-            image.set_clim(*np.percentile(M.compressed(), (1, 99)))
+            image.set_clim(*np.percentile(M[1:-1, 1:-1].compressed(), (1, 99)))
             figure.colorbar(image, ax=ax, shrink=0.8)
         else:
             ax.set_prop_cycle(
