@@ -190,9 +190,8 @@ def write_tokenizer(folder, vocab, max_len):
     merges = []
     for name in list(vocab)[:-N_SPECIALS]:
         for cut in range(1, len(name)):
-            pair = name[:cut], name[cut:]
-            if vocab.keys() >= set(pair):
-                merges.append(pair)
+            if name[:cut] in vocab and name[cut:] in vocab:
+                merges.append((name[:cut], name[cut:]))
     tokenizer = ByteLevelBPETokenizer(vocab, merges)            # it knows GPT-2's pattern
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 0))
     # [MASK] takes the space before it along, as words do.
