@@ -473,7 +473,7 @@ def wasserstein(logits, label):
     """W1 between the predicted distribution and the one true offset: sum_c p_c |c - y|.
 
     Linear in p: who knows nothing yet puts everything on one class near the median, where the
-    softmax has no gradient. The three runs so far ended there (results/older.md, section 9).
+    softmax has no gradient. The three runs so far ended there (results/older.md).
     """
     classes = torch.arange(logits.size(1), device=label.device)
     distance = (classes - label[:, None]).abs()                 # (N, 2L-1)
