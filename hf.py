@@ -37,14 +37,24 @@ KINDS = {
 }
 # A field of EncoderConfig -> its name there.
 SHAPE = {
-    "vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
-    "d_model": "hidden_size", "d_ff": "intermediate_size", "norm_eps": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob", "attn_dropout": "attention_probs_dropout_prob",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "attn_dropout": "attention_probs_dropout_prob",
 }
 # What else makes a model RoBERTa.
 FIXED = {
-    "model_type": "roberta", "hidden_act": "gelu", "position_embedding_type": "absolute",
-    "type_vocab_size": 1, "pad_token_id": 1, "is_decoder": False, "tie_word_embeddings": True,
+    "model_type": "roberta",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "type_vocab_size": 1,
+    "pad_token_id": 1,
+    "is_decoder": False,
+    "tie_word_embeddings": True,
 }
 ROLES = dict(cls_token="[CLS]", pad_token="[PAD]", sep_token="[SEP]", mask_token="[MASK]")
 
