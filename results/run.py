@@ -61,9 +61,15 @@ TABLES = {
         "read-pplm-3000": f"{READ} pplm --steps 3000",
         "read-pplm-from-mlm": f"{READ} pplm --lr 5e-4 --init_from {OUT}/docs-3000",
     },
+    "plateau": {            # what brings abs off it, on docs
+        "docs-abs-pplm": f"{READ} pplm --pe abs",
+        "docs-abs-after-pplm": f"--pe abs --n_head 16 --init_from {OUT}/docs-abs-pplm",
+        "docs-abs-3000": "--pe abs --n_head 16 --steps 3000",
+        "docs-abs-mlm+pplm": f"{READ} mlm+pplm --pe abs --steps 3000",
+    },
     "worth": {"docs-scratch": NONE},        # and runs of these two, fine-tuned on docs
     "schemes": {},
-    "blimp": {},            # the same runs, on minimal pairs
+    "blimp": {},            # the runs of schemes, on minimal pairs
     "objectives": {},
     "glue": {"scratch": NONE},
     "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
@@ -83,7 +89,7 @@ for seed in (1337, 1, 2):
     for pe in KNOWN if seed == 2 else sorted({*PE_NAMES} - {"bert_a", "bert_r"}):   # abs, abs+t5
         TABLES["schemes"][f"{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
 for seed in (1337, 1):
-    for pe in ("tupe_r", "abs"):    # P2's and what is left of P0's
+    for pe in ("tupe_r", "abs"):    # P2's and P0's
         for name, flags in {
             "mlm": "mlm",
             "taco": "taco",
@@ -92,6 +98,8 @@ for seed in (1337, 1):
             "tc": "tc",
             "clm": "clm",
             "pmlm": "pmlm --pos_rate .15 --n_head 16",
+            "pplm": "pplm --pos_rate .15 --n_head 16",
+            "mlm+pplm": "mlm+pplm --pos_rate .15 --n_head 16",
         }.items():
             flags = f"--pe {pe} --objective {flags} --steps 3000 --seed {seed} --keep_every 500"
             TABLES["objectives"][f"{pe}-{name}-s{seed}"] = flags
