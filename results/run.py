@@ -86,7 +86,7 @@ KNOWN = "abs none sin t5 rel tupe_a tupe_r rope".split()    # three seeds; in pl
 for seed in (1337, 1, 2):
     for pe in ("tupe_r", "abs"):
         TABLES["docs"][f"docs-{pe}-s{seed}"] = f"--pe {pe} --seed {seed}"
-    for pe in KNOWN if seed == 2 else sorted({*PE_NAMES} - {"bert_a", "bert_r"}):   # abs, abs+t5
+    for pe in KNOWN if seed == 2 else sorted({*PE_NAMES} - {"bert_a", "bert_r"}):   # = abs, abs+t5
         TABLES["schemes"][f"{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
 for seed in (1337, 1):
     for pe in ("tupe_r", "abs"):    # P2's and P0's
