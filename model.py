@@ -4,13 +4,17 @@
     encoder = load("out/docs-demo-tupe_r-pplm-s1337")     # a run folder or a checkpoint file
     hidden = encoder(tokens)                              # (B, L) token ids -> (B, L, C)
 
-Letters: B batch, L length, C width (d_model), H heads, D = C/H, i query, j key. Tables of absolute
-positions have max_len + 1 rows: row max_len is the unknown, hidden position (TUPE's theta_1 and
-theta_2 follow it). Offsets are r_ij = pos_j - pos_i, key minus query. P0 is the paper on relative
-position prediction, P1 TUPE, P3 "On Position Embeddings in BERT".
+Letters: B batch, L length, C width (d_model), H heads, D = C/H. Token i looks at token j: q_i is a
+query, k_j a key, v_j a value, content is q_i . k_j, A the softmax of s over j. pos_i is where token
+i is said to stand, p_i a vector of that position; r = pos_j - pos_i is an offset, key minus query,
+a_r a vector of it. U_Q and U_K are matrices that project p. reset gives the row and the column of
+[CLS] a number each per head, theta_1 and theta_2 (P1 eq 9). Tables of absolute positions have
+max_len + 1 rows: row max_len is the unknown, hidden position (TUPE has two more rows, for theta).
+P0 is the paper on relative position prediction, P1 TUPE, P3 "On Position Embeddings in BERT".
 
-An attention logit is    s_ij = q_i . k_j / sqrt(scale_terms * D) + bias_ij.
-A scheme is a sum of components, and a component overrides some of four hooks, nothing else:
+An attention logit is    s_ij = q_i . k_j / sqrt(scale_terms * D) + bias_ij
+where scale_terms is 1, for tupe_* 2, for bert_ad 4. A scheme is a sum of components, and a
+component overrides some of four hooks, nothing else:
 
 name (--pe)         from            hooks          what it adds
 none                P3              -              nothing: a bag of words
@@ -34,7 +38,8 @@ tupe_r_tie_cls
 t5_untie_cls        P1 sec 3.2      bias           reset(t5)
 bert_r_untie_cls    P1 sec 3.2      embed bias     abs + reset(t5)
 tupe_a_free         P1 sec 5        bias           reset(a free table M_h[i, j]), a failed attempt
-tupe_r_factored     P1 sec 5        bias           tupe_r with b_r = r_r F_Q . r_r F_K, another
+tupe_r_factored     P1 sec 5        bias           tupe_r with b_r = (a_r F_Q) . (a_r F_K), another
+                                                   failed attempt
 rope                Su 2021         edit_qk        q, k rotated by position
 alibi               Press 2021      bias           -slope_h |r|
 
@@ -89,7 +94,7 @@ class EncoderConfig:
     d_ff: int = setting(
         512, "width of the feed-forward layer", "[1, 1e6]"
     )
-    # rows of absolute position tables
+    # longest row; absolute tables have one row more, the unknown
     max_len: int = setting(64, allowed="[1, 1e6]")
     dropout: float = setting(
         0.1, "everywhere, attention included", "[0, 1)"
@@ -101,7 +106,7 @@ class EncoderConfig:
         check_settings(self)
         if self.d_model % self.n_head:
             raise ValueError(
-                f"--d_model {self.d_model} does not divide by --n_head {self.n_head}"
+                f"--d_model {self.d_model} is not a multiple of --n_head {self.n_head}"
             )
         for name in parse_pe(self.pe):
             width = component_class(name).even
@@ -151,7 +156,7 @@ def table_index(pos, max_len: int):
     if pos.size(1) > max_len:
         raise ValueError(
             f"a row of {pos.size(1)} tokens, but the position table ends at {max_len} "
-            "(sin, lsin, t5, rel, rope and alibi go on beyond it)"
+            "(sin, lsin and the schemes of offsets alone go on beyond it)"
         )
     return torch.where(pos == UNKNOWN_POS, max_len, pos)
 
@@ -213,8 +218,8 @@ class XavierLinear(nn.Linear):
 class Component(nn.Module):
     """To add a scheme, subclass this, override some of its four hooks, and add a line to SCHEMES.
 
-    Call learned frequencies w, and give a table of offsets 2 * 64 + 2 rows: by these probe.py finds
-    and draws them.
+    probe.py draws learned frequencies that are called w, and tables of offsets that have 2 * 64 + 2
+    rows.
     """
 
     scale_terms = 1  # content logits are divided by sqrt(scale_terms * D)
@@ -420,7 +425,7 @@ class Rotary(Component):
 class UntiedTable(nn.Module):
     """What TUPE and bert_ad share: a position table p, its LayerNorm, its own projections U_Q, U_K.
 
-    Shared by all layers, so TUPE costs 2*C*C parameters and little else (P1 sec 3.3).
+    Shared by all layers, so TUPE has about 2*C*C parameters more than abs (P1 sec 3.3).
     """
 
     def __init__(self, cfg, extra_rows=0):
@@ -471,6 +476,7 @@ class Tupe(Component):
 
         s_ij = q_i . k_j / sqrt(2D) + reset(p_i U_Q . p_j U_K / sqrt(2D) + b_r)
 
+    (b_r: tupe_r alone, a number per head and bucket of offsets. reset: reset_cls above.)
     BERT adds positions to words once, at the input, so its logits mix word with position ("how much
     does `cat` attend to place 7?", P1 eq 6). TUPE keeps the two apart: this class computes the
     second term, from positions alone; the first, q_i . k_j, each block computes itself.
@@ -489,19 +495,19 @@ class Tupe(Component):
         self.reset = reset
 
     def bias(self, pos):
-        # Each position has a vector p_i with projections of its own, U_Q and U_K, which no word
-        # ever meets. Two terms of about the same size are added: sqrt(2D) keeps their sum at it.
-        q, k, all_q, all_k = self.positions(pos)                # (1 or B, H, L, D)
-        v = q @ k.transpose(-1, -2) * self.scale                # (1 or B, H, L, L)
-        # tupe_r: and what depends on the offset alone, a number per head and bucket.
+        # Each position has a vector p_i. Two matrices, U_Q and U_K, project all of them, and no
+        # word ever passes through these. Words and positions give two terms of about the same size:
+        # dividing both by sqrt(2D), not sqrt(D), keeps the size of their sum (P1 sec 3.3).
+        q, k, all_q, all_k = self.positions(pos)                # (1 or B, H, L, D); all: (rows, C)
+        v = q @ k.transpose(-1, -2) * self.scale                # P1's v_ij (1 or B, H, L, L)
         if self.offsets is not None:
             v = v + self.offsets.bias(pos)
         if not self.reset:
             return v
         # [CLS] stands first by convention, not by meaning: what it sees and who sees it should not
         # depend on distance. So its row and column are replaced, T5's part included (the released
-        # code resets the two parts apart: departure), by numbers made like the rest, from two more
-        # rows of p.
+        # code resets the two parts apart: departure), by theta_1 and theta_2 of each head, made
+        # like the rest: p_t U_Q . p_t U_K, t being the last two rows of p.
         theta = all_q[-2:] * all_k[-2:]                         # (2, C)
         theta = theta.view(2, q.size(1), -1).sum(-1)            # (2, H)
         return reset_cls(v, theta * self.scale)
@@ -647,11 +653,11 @@ class Pairs:
         self.index = index
 
     def rows(self, table):
-        """The table as pick and add_up index it: here as it is, (R, D)."""
+        """The table in the form that pick and add_up index: unchanged, (R, D)."""
         return table
 
     def pick(self, x):
-        """(B, H, L, R) -> (B, H, L, L): what each pair's row has."""
+        """(B, H, L, R) -> (B, H, L, L): for each pair the entry of its row."""
         index = self.index[:, None].expand(
             x.size(0), x.size(1), -1, -1
         )
@@ -681,10 +687,9 @@ class PositionalScheme(nn.Module):
         self.token_scale = cfg.d_model**0.5 if scaled else 1.0
         self.hidden_ok = all(part.hidden_ok for part in parts)
         self.at = dict.fromkeys(HOOKS)  # hook -> the one part that uses it, or None
-        for name in names:
-            self.at |= dict.fromkeys(
-                used_hooks(name), self.parts[name]
-            )
+        for name, part in self.parts.items():
+            for hook in used_hooks(name):
+                self.at[hook] = part
         self.in_logits = any(
             self.at[hook] for hook in HOOKS if hook != "embed"
         )
@@ -704,18 +709,15 @@ class PositionalScheme(nn.Module):
             bias = self.at["bias"].bias(pos)
         if pad is not None:
             masked = pad[:, None, None, :]                      # (B, 1, 1, L)
+        L = pos.size(1)
         if causal:                                              # by index, not by position
-            L = pos.size(1)
             future = torch.ones(
                 L, L, dtype=torch.bool, device=pos.device
             ).triu(1)
             masked = future if masked is None else masked | future
         if masked is not None:
             if bias is None:
-                zero = torch.zeros(
-                    (), dtype=dtype, device=pos.device
-                )
-                bias = zero.expand(pos.size(1), pos.size(1))
+                bias = torch.zeros(L, L, dtype=dtype, device=pos.device)
             bias = bias.masked_fill(masked, float("-inf"))
         return None if bias is None else bias.to(dtype).contiguous()
 
@@ -777,7 +779,8 @@ class Block(nn.Module):
         return x.permute(2, 0, 3, 1, 4)
 
     def forward(self, x, scheme, pos, bias, in_order):
-        """x (B, L, C), the scheme, pos (1 or B, L), bias_and_mask -> (B, L, C)."""
+        """x (B, L, C), the scheme, pos (1 or B, L), its bias_and_mask; in_order: is pos 0 .. L-1?
+        -> (B, L, C)."""
         B, L, C = x.shape
         q, k, v = self.heads(x)
         p = self.attn_dropout if self.training else 0.0
@@ -808,7 +811,7 @@ class Block(nn.Module):
 
 class Encoder(nn.Module):
     """Token embedding (+ input positions) -> LayerNorm -> dropout -> n_layer blocks. No segment
-    embeddings."""
+    embeddings (P3's BERT has them: departure)."""
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
@@ -833,11 +836,10 @@ class Encoder(nn.Module):
         UNKNOWN_POS = hidden; pad (B, L) bool, True = padding; n_layer: stop after so many blocks.
         -> (B, L, C). Raises ValueError if a row is longer than a table of positions.
         """
-        in_order = pos is None
+        in_order = pos is None  # then tables of offsets are read faster
         if pos is None:
             pos = torch.arange(tokens.size(1), device=tokens.device)
-        if pos.dim() == 1:
-            pos = pos[None]                                     # (1, L): the same for every row
+        pos = torch.atleast_2d(pos)                             # (L,) -> (1, L), one for all rows
         x = self.drop(self.embed(tokens, pos))
         bias = self.pe.bias_and_mask(
             pos, pad, causal, compute_dtype(x)
@@ -880,12 +882,12 @@ class Encoder(nn.Module):
     def layer_logits(
         self, tokens, layer=0, pos=None, pad=None, causal=False
     ):
-        """Logits of one layer, dropout off: tokens (B, L), pos (1 or B, L) -> (B, H, L, L)."""
+        """Logits of one layer, dropout off; arguments as forward's -> (B, H, L, L)."""
         was_training = self.training
         self.eval()
         if pos is None:
             pos = torch.arange(tokens.size(1), device=tokens.device)
-            pos = pos[None]
+        pos = torch.atleast_2d(pos)
         x = self(tokens, pos, pad, causal, n_layer=layer)
         q, k, _ = self.blocks[layer].heads(x)
         self.train(was_training)

@@ -96,7 +96,8 @@ class ObjectiveConfig:
     pair_from: str = setting(
         "own",
         "scores of a layer of the head's own, or of the last block, as "
-        "in P0: its value, output and FFN weights then learn nothing",
+        "in P0: its value, output and FFN weights then learn nothing, and "
+        "the encoder runs twice",
         ("own", "last"),
     )
     tc_on: str = setting(
@@ -142,13 +143,13 @@ class ObjectiveConfig:
                     f"--{name} is for {', '.join(users(name))}; the objective is "
                     f"{self.objective}"
                 )
-        if "mlm" not in names and (
-            self.tc_on != "all" or self.tc_embedding == "original"
-        ):
-            raise ValueError(
-                f"--tc_on {self.tc_on} and --tc_embedding {self.tc_embedding} need "
-                f"mlm, which masks; the objective is {self.objective}"
-            )
+        for name in ("tc_on", "tc_embedding"):
+            value = getattr(self, name)
+            if value in ("masked", "unmasked", "original") and "mlm" not in names:
+                raise ValueError(
+                    f"--{name} {value} needs mlm, which masks; the objective is "
+                    f"{self.objective}"
+                )
 
 
 def users(setting_name):
@@ -417,9 +418,10 @@ class PairHead(nn.Module):
 
     s is one more attention layer's logits on the final hidden states: its own W_q, W_k through
     Encoder.logits, so with the scheme's positional terms and scale (`total`), or
-    q_i . k_j / sqrt(D) alone (`content`). Not the last block's own scores, as in P0 (`--pair_from
-    last`): that block's value, output and FFN weights would learn nothing and reach fine-tuning
-    untrained. psi is H -> 64, GELU, -> n_class (`mlp`), or H -> n_class (`linear`).
+    q_i . k_j / sqrt(D) alone (`content`; P0's formula has no scale: departure). P0 takes the last
+    block's own scores (`--pair_from last`); not so here (departure), for that block's value, output
+    and FFN weights would learn nothing and reach fine-tuning untrained. psi is H -> 64, GELU,
+    -> n_class (`mlp`), or H -> n_class (`linear`).
     """
 
     def __init__(self, encoder, cfg, n_class):
@@ -472,8 +474,8 @@ likeliest = partial(torch.argmax, dim=-1)
 def wasserstein(logits, label):
     """W1 between the predicted distribution and the one true offset: sum_c p_c |c - y|.
 
-    Linear in p: who knows nothing yet puts everything on one class near the median, where the
-    softmax has no gradient. The three runs so far ended there (results/older.md).
+    Linear in p: a model that knows nothing yet puts all probability on one class near the median,
+    where the softmax has no gradient. The three runs so far ended there (results/older.md).
     """
     classes = torch.arange(logits.size(1), device=label.device)
     distance = (classes - label[:, None]).abs()                 # (N, 2L-1)
@@ -548,7 +550,7 @@ class PPLM(Objective):
         donors = slots.gather(
             1, torch.where(valid, order, last).argsort(1)
         )
-        batch["pos"] = true.scatter(1, slots, true.gather(1, donors))
+        batch["pos"] = true.scatter(1, slots, donors)
 
     def targets(self, true, given, i_touched, j_touched):
         """What is asked of a pair -> its class, and whether it counts.
@@ -611,7 +613,7 @@ class PMLM(PPLM):
         slots, valid = select(
             batch["eligible"], self.cfg.pos_rate, generator
         )
-        shown = torch.where(valid, UNKNOWN_POS, true.gather(1, slots))
+        shown = torch.where(valid, UNKNOWN_POS, slots)
         batch["pos"] = true.scatter(1, slots, shown)
 
     def targets(self, true, given, i_touched, j_touched):
@@ -648,7 +650,8 @@ class TC(Objective):
 
     g = h - e, the hidden state less the word's embedding. For every token, InfoNCE over cosines /
     temperature with one positive, a near token of its row, and K negatives, tokens of other rows;
-    both detached (P2's code; its text is silent: departure).
+    both detached (P2's code; its text is silent: departure). e is the word's embedding alone (P2's
+    code has word and position: departure); specials take no part (there they do: departure).
     """
 
     kind, min_rows = "contrastive", 2
@@ -700,10 +703,8 @@ class TC(Objective):
         order = (~eligible).long().sort(dim=1, stable=True).indices  # eligible places first
         rank = eligible.long().cumsum(1) - 1                    # of i among them
         u = draw((m - 1).clamp(min=1).expand(B, L), generator)
-        far = order.gather(1, (u + (u >= rank)).clamp(max=L - 1))
-        return torch.where(
-            best >= 0, (place + steps[which]).clamp(0, L - 1), far
-        )
+        far = order.gather(1, u + (u >= rank))
+        return torch.where(best >= 0, place + steps[which], far)
 
     def negatives(self, eligible, m, generator):
         """K eligible places of other rows, with replacement -> (B, L, K) places in the flat
@@ -714,7 +715,7 @@ class TC(Objective):
         others = (m.sum() - m).clamp(min=1)[..., None]
         u = draw(others.expand(B, L, self.cfg.tc_negatives), generator)
         u = torch.where(u >= first, u + m[..., None], u)        # jumps over the row itself
-        return order[u.clamp(max=B * L - 1)]
+        return order[u]
 
     def embedding(self, encoder, batch):
         """e (B, L, C): what is subtracted."""
@@ -730,8 +731,8 @@ class TC(Objective):
         return encoder.tok(tokens) * encoder.pe.token_scale
 
     def loss(self, encoder, hidden, batch):
-        """P2 eq 6 to 8: cross-entropy of the positive among 1 + K candidates, mean over the
-        anchors."""
+        """P2 eq 6 to 8, with the exp that eq 6 and 7 lack (departure): cross-entropy of the
+        positive among 1 + K candidates, mean over the anchors."""
         g = hidden - self.embedding(encoder, batch)
         g = F.normalize(g.float(), dim=-1)                      # (B, L, C)
         # Training under autocast takes 16 bits: a quarter of the time. Validation takes all: in
@@ -766,7 +767,8 @@ def draw(n, generator):
 
 
 class NSP(Objective):
-    """Next sentence prediction (BERT), on packed rows: [CLS] first half [SEP] second half [SEP].
+    """Next sentence prediction (BERT), on packed rows (departure): [CLS] first half [SEP] second
+    half [SEP].
 
     The middle eligible token becomes [SEP]. In half of the rows (rounded down) what follows is
     another row's: the chosen rows pass theirs on in a circle. 0: it follows, 1: it does not; from

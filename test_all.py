@@ -898,6 +898,7 @@ def test_attention_probabilities(pe):
     assert A.shape == (3, 2, 7, 7)
     close(A.sum(-1), torch.ones(3, 2, 7, dtype=torch.double))
     assert A.std() > 1e-3 and not A.requires_grad
+    close(A, encoder.attention(tokens, layer=1, pos=torch.arange(7)))   # as forward takes it: (L,)
 
 
 def test_parameters_that_schemes_add():
@@ -1808,8 +1809,9 @@ def test_scheme_weights_of_the_pair_head_start_xavier():
     (dict(objective="pplm", whole_word=True), "whole_word is for mlm"),
     (dict(pair_loss="wasserstein"), "pair_loss is for pmlm, pplm, pplm_some;"),
     (dict(objective="pplm_binary", pair_loss="smooth_l1"), "pair_loss is for pmlm"),
-    (dict(tc_window=7), "tc_window is for tc"), (dict(objective="tc", tc_on="masked"), "need mlm"),
-    (dict(objective="tc", tc_embedding="original"), "need mlm"),
+    (dict(tc_window=7), "tc_window is for tc"),
+    (dict(objective="tc", tc_embedding="original"), "tc_embedding original needs mlm"),
+    (dict(objective="tc", tc_on="masked"), "tc_on masked needs mlm"),
     (dict(objective="tc", tc_window=4), "odd"), (dict(objective="tc", tc_window=1), r"in \[3"),
     (dict(objective="tc", tc_negatives=0), r"in \[1"),
     (dict(objective="tc", tc_negatives=2 ** 62), r"in \[1, 1e5\]"),

@@ -44,34 +44,32 @@ from objectives import (
     without_effect,
 )
 
-DOCS, WEB = (
-    dict(dataset="docs", tokenizer="bpe"),
-    dict(dataset="wikibooks", tokenizer="gpt2"),
-)
-FAST, BERT = (
-    dict(beta1=0.9, beta2=0.98, eps=1e-6),
-    dict(beta1=0.9, beta2=0.999, eps=1e-6),
-)
-# Sources: demo and lab ours; paper P0 app. A (warm-up, betas and decay ours); small P2; medium P3
-# (it gives epochs; width, heads and steps ours); base P1. FAST and BERT are Adam's settings.
+DOCS = dict(dataset="docs", tokenizer="bpe")
+WEB = dict(dataset="wikibooks", tokenizer="gpt2")
+ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
+ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
+# Sources: demo and lab ours (searched: RESULTS.md section 6; short, so without dropout); paper P0
+# app. A (warm-up, betas and decay ours); small P2; medium P3 (it gives epochs; width, heads and
+# steps ours); base P1.
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
                  grad_accum=1, lr=3e-3, warmup=500, steps=1500, mask_rate=.15, dropout=0.,
-                 **FAST, **DOCS),
+                 **ADAM_98, **DOCS),
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64,
                 grad_accum=1, lr=2e-3, warmup=500, steps=3000, mask_rate=.15, dropout=0.,
-                **FAST, **DOCS),
+                **ADAM_98, **DOCS),
     "paper": dict(n_layer=12, d_model=256, n_head=16, d_ff=1024, block_size=128, batch_size=64,
-                  grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **FAST, **WEB),
+                  grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **ADAM_98,
+                  **WEB),
     "small": dict(n_layer=4, d_model=512, n_head=8, d_ff=2048, block_size=256, batch_size=64,
                   grad_accum=20, lr=1e-4, warmup=2500, steps=250_000, mask_rate=.15,
-                  **{**BERT, "eps": 1e-8}, **WEB),
+                  **{**ADAM_999, "eps": 1e-8}, **WEB),
     "medium": dict(n_layer=8, d_model=512, n_head=8, d_ff=2048, block_size=128, batch_size=128,
-                   grad_accum=1, lr=5e-5, warmup=10_000, steps=250_000, mask_rate=.15, **BERT,
+                   grad_accum=1, lr=5e-5, warmup=10_000, steps=250_000, mask_rate=.15, **ADAM_999,
                    **WEB),
     "base": dict(n_layer=12, d_model=768, n_head=12, d_ff=3072, block_size=512, batch_size=32,
-                 grad_accum=8, lr=1e-4, warmup=10_000, steps=1_000_000, mask_rate=.15, **BERT,
+                 grad_accum=8, lr=1e-4, warmup=10_000, steps=1_000_000, mask_rate=.15, **ADAM_999,
                  **WEB),
 }
 # fmt: on
@@ -86,24 +84,25 @@ FREE_FLAGS = set(
 
 @dataclass
 class TrainConfig:
-    """The flags that are neither the encoder's nor the objective's nor the data's."""
+    """The flags that are neither the encoder's nor the objective's nor the data's. None: every
+    preset has its own, or see the help text."""
 
     preset: str = setting("demo", "sizes and schedule, see below", tuple(PRESETS))
     seed: int = setting(1337, "of everything random", "[0, 9e18]")
-    block_size: int = setting(64, "tokens a row, [CLS] and [SEP] included", "[4, 1e5]")
-    batch_size: int = setting(32, "rows a micro-batch and process", "[1, 1e6]")
-    grad_accum: int = setting(1, "micro-batches an update", "[1, 1e6]")
+    block_size: int = setting(None, "tokens a row, [CLS] and [SEP] included", "[4, 1e5]")
+    batch_size: int = setting(None, "rows a micro-batch and process", "[1, 1e6]")
+    grad_accum: int = setting(None, "micro-batches an update", "[1, 1e6]")
     steps: int = setting(
-        1500, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
+        None, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
     )
     lr: float = setting(
-        3e-3, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"
+        None, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"
     )
-    warmup: int = setting(500, "steps of warm-up", "[0, 2e9]")
+    warmup: int = setting(None, "steps of warm-up", "[0, 2e9]")
     weight_decay: float = setting(0.01, "on matrices only", "[0, 1e9)")
-    beta1: float = setting(0.9, "Adam's first decay", "[0, 1)")
-    beta2: float = setting(0.98, "Adam's second decay", "[0, 1)")
-    eps: float = setting(1e-6, "Adam's epsilon", "(0, 1e9)")
+    beta1: float = setting(None, "Adam's first decay", "[0, 1)")
+    beta2: float = setting(None, "Adam's second decay", "[0, 1)")
+    eps: float = setting(None, "Adam's epsilon", "(0, 1e9)")
     data_fraction: float = setting(
         1.0, "train on this share of the rows, chosen at random (P2)", "(0, 1]"
     )
@@ -247,7 +246,7 @@ def train(args, progress):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     done = torch.zeros((), device=device)                           # updates made
     lost = torch.zeros((), device=device)                           # updates skipped
-    in_a_row = torch.zeros((), device=device)                       # one after another, up to now
+    in_a_row = torch.zeros((), device=device)                       # skipped since one was made
 
     # ---- Start, or go on from a checkpoint.
     n_micro, rows = args.grad_accum * world, args.grad_accum * world * args.batch_size
@@ -265,7 +264,7 @@ def train(args, progress):
         check_same_run(folder, checkpoint, facts)
         common.load_strict(model, checkpoint["model"], folder)
         optimizer.load_state_dict(checkpoint["optimizer"])
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:                        # not the checkpoint's copy
             group["lr"] = lr
         if scaler.is_enabled() and checkpoint["scaler"]:  # saved under another --dtype: none
             scaler.load_state_dict(checkpoint["scaler"])
@@ -388,9 +387,9 @@ def train(args, progress):
             dist.all_reduce(means)
             means /= world
         means = dict(zip(sums, means.tolist()))
-        # A scaler may skip while it looks for its scale, but not ten times in a row; else no skip
-        # is normal.
         losses.append(means["loss"])
+        # With a scaler (fp16) skips are normal, unless the last ten updates were all skipped.
+        # Without one a single skip stops the run.
         if in_a_row >= 10 or lost > 0 and not scaler.is_enabled():
             before = ", ".join(f"{x:.3f}" for x in losses[-3:])
             common.stop(
@@ -466,12 +465,11 @@ def train(args, progress):
 
 
 def make_optimizer(model, args, lr):
-    """AdamW; weight decay on matrices only, not on biases, gains and vectors."""
+    """AdamW; weight decay on matrices and tables, not on biases, gains and other vectors: what has
+    two dimensions or more counts as a matrix."""
     learned = [p for p in model.parameters() if p.requires_grad]    # not --freeze_embeddings
-    matrices, vectors = (
-        [p for p in learned if p.dim() >= 2],
-        [p for p in learned if p.dim() < 2],
-    )
+    matrices = [p for p in learned if p.dim() >= 2]
+    vectors = [p for p in learned if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -522,12 +520,13 @@ def passed(row, known):
     validation loss has passed."""
     notes = []
     for part in OBJECTIVES:
-        loss, below = row.get(f"val_{part}"), {}
-        for name, value in known.items():
-            if loss is not None and loss < value and name.split(".")[0] in (part, name):
-                below[value] = name
+        loss = row.get(f"val_{part}", math.inf)
+        # "copy" of one objective, "pplm.copy" of several
+        own = [name for name in known if "." not in name or name.startswith(f"{part}.")]
+        below = [(known[name], name) for name in own if loss < known[name]]
         if below:
-            notes.append(f"{min(below) - loss:.3f} below {below[min(below)]}")
+            value, name = min(below)
+            notes.append(f"{value - loss:.3f} below {name}")
     return f" ({', '.join(notes)})" if notes else ""
 
 

@@ -170,7 +170,7 @@ def run(table, name):
     row["scores"] = {}
     for result in read(folder / "results.jsonl") if table in FINETUNE else ():
         for metric, value in result["metrics"].items():
-            row["scores"].setdefault(f"{result['task']} {metric}", []).append(round(value, 4))
+            row["scores"].setdefault(f"{result['task']} {metric}", []).append(round(value, 6))
     return row
 
 
