@@ -438,16 +438,12 @@ def newest_run():
 
 
 def load_strict(module, weights, path):
-    """load_state_dict that says in one line which keys or shapes do not fit."""
-    own = module.state_dict()
-    alone = {"missing": own.keys() - weights.keys(), "extra": weights.keys() - own.keys()}
-    problems = [f"{what} {', '.join(sorted(keys)[:3])}" for what, keys in alone.items() if keys]
-    for key in own.keys() & weights.keys():
-        if weights[key].shape != own[key].shape:
-            problems.append(f"{key} is {tuple(weights[key].shape)}, not {tuple(own[key].shape)}")
-    if problems:
-        raise ValueError(f"{path} does not fit this model: {'; '.join(problems[:5])}")
-    module.load_state_dict(weights)
+    """load_state_dict, whose complaint about keys or shapes becomes one line."""
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        why = " ".join(str(error).split()).partition(": ")[2]
+        raise ValueError(f"{path} does not fit this model: {why:.300}") from None
 
 
 def warm_start(module, checkpoint, path) -> dict:

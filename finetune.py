@@ -183,6 +183,7 @@ TASKS = {
     "squad_v2": SQUAD._replace(suffix="-v2.0.json", repo="rajpurkar/squad_v2"),
     "docs": Task("", ("text",), DOCS_LIBRARIES),
 }
+METRICS = {name: task.score for name, task in TASKS.items()}    # for other programs
 
 # A value, or one for each task (squad: both versions), for a width below 512 (narrow) and for the
 # rest. Warm-up below 1 is a share of the steps. Of several learning rates the best counts.
@@ -661,7 +662,7 @@ def save_model(file, model, start, row):
         "probe": model.probe,
         "row": row,
         "config": asdict(model.encoder.config),
-        "model": {key: value.cpu() for key, value in model.state_dict().items()},
+        "model": model.state_dict(),
     })
 
 
@@ -691,7 +692,7 @@ def param_groups(model, lr, layer_decay, weight_decay):
     ELECTRA's code decays once more below the head: its top layer has lr * layer_decay^2
     (departure). Weight decay is on matrices only. Frozen weights are left out.
     """
-    n_layer, groups = len(model.encoder.blocks), {}
+    n_layer, groups = len(model.encoder.blocks), defaultdict(list)
     for name, p in model.named_parameters():
         # rel_k has a table a layer.
         layer = re.match(r"encoder\.(?:blocks|pe\.parts\.rel_k\.tables)\.(\d+)\.", name)
@@ -700,7 +701,7 @@ def param_groups(model, lr, layer_decay, weight_decay):
             depth = 0
         if p.requires_grad:
             key = lr * layer_decay ** depth, weight_decay if p.dim() >= 2 else 0.0
-            groups.setdefault(key, []).append(p)
+            groups[key].append(p)
     return [{"params": params, "peak": peak, "weight_decay": decay}
             for (peak, decay), params in groups.items()]
 
@@ -900,7 +901,7 @@ def paper_averages(scores):
 def report(results, args):
     """The table: aggregate over seeds, spread, what a constant answer scores, from what each row
     started."""
-    name, scores = RECIPES[args.recipe]["aggregate"], {}
+    name, scores = RECIPES[args.recipe]["aggregate"], defaultdict(dict)
     middle = getattr(statistics, name)
     print(f"\n{'':10}{'metric':10}{name:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}{'lr':>7}"
           f"{'seeds':>7}{'s a run':>9}  start")
@@ -909,12 +910,12 @@ def report(results, args):
         start = os.path.dirname(source) if args.eval_only else source
         for metric, constant in rows[0]["constant"].items():
             values = [row["metrics"][metric] for row in rows]
-            scores.setdefault(start, {})[where, metric] = middle(values)
+            scores[start][where, metric] = middle(values)
             print(f"{where:10}{metric:10}{middle(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
                   f"{np.std(values, ddof=len(values) > 1):7.3f}{constant:10.3f}"
                   f"{rows[0]['lr']!s:>7}{len(values):7}"
                   f"{statistics.mean(row['seconds'] for row in rows):9.0f}  {source}")
-    tried = {row["lr"] for row in results}
+    tried = {row["lr"] for row in results if row["ckpt"] == results[0]["ckpt"]}
     if len(tried) > 1:
         print(f"lr: the best of {len(tried)}, chosen on the rows that are scored here, as P1 does")
     collapsed = [f"{row['task']} seed {row['seed']} lr {row['lr']}" for row in results
@@ -1017,7 +1018,7 @@ class FinetuneConfig:
     @property
     def tuned(self):
         """Is a fine-tuned model used, and nothing trained?"""
-        return self.eval_only or self.predict_text or self.task == "ax"
+        return self.eval_only or self.predict_text is not None or self.task == "ax"
 
 
 def parse_args(argv=None):
@@ -1030,7 +1031,7 @@ def parse_args(argv=None):
         if args.ckpt == "bow" and (no_classes or args.tuned or args.predict):
             raise ValueError("--ckpt bow is for one task with classes to learn, and keeps no model "
                              "to predict with")
-        if args.predict_text and args.task in ("all", "ax"):
+        if args.predict_text is not None and args.task in ("all", "ax"):
             raise ValueError("--predict_text takes one task (for ax: mnli)")
         if args.predict and args.task == "docs":
             raise ValueError("docs has no test rows to predict")
@@ -1129,7 +1130,7 @@ def main(argv=None):
         if not args.ckpt:       # once: another run may save while this one is at work
             args.ckpt = args.tuned and args.out_dir or newest_run()
         args.out_dir = home(args)
-        if args.predict_text:
+        if args.predict_text is not None:
             predict_text(args)
             return
         args.out_dir.mkdir(parents=True, exist_ok=True)

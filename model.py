@@ -218,8 +218,7 @@ class XavierLinear(nn.Linear):
 class Component(nn.Module):
     """To add a scheme, subclass this, override some of its four hooks, and add a line to SCHEMES.
 
-    probe.py draws learned frequencies that are called w, and tables of offsets that have 2 * 64 + 2
-    rows.
+    probe.py draws what offset_tables gives: row r + 64 for offset r.
     """
 
     scale_terms = 1  # content logits are divided by sqrt(scale_terms * D)

@@ -31,6 +31,7 @@ import math
 import os
 import re
 from argparse import Namespace
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,6 @@ from tqdm import tqdm  # comes with datasets, as pandas does
 
 from common import (
     Parser,
-    defaults,
     keep_memory,
     load_strict,
     newest_run,
@@ -264,11 +264,9 @@ def position_vectors(encoder):
     L = min(SHOWN, encoder.config.max_len)
     m = min(MAX_OFFSET, L - 1)                  # longer offsets were never trained
     near = slice(MAX_OFFSET - m, MAX_OFFSET + m + 1)
-    embed = pe.at["embed"]
-    tables = pe.at["offset_tables"]
-    if embed:
+    if embed := pe.at["embed"]:
         found["absolute"] = embed.embed(torch.arange(L)[None])[0]
-    if tables:
+    if tables := pe.at["offset_tables"]:
         keys, _ = tables.offset_tables(0)       # rel_k: layer 1's
         found["relative"] = keys[near]
     for part in pe.modules():
@@ -298,7 +296,7 @@ def worth_of_words(model, corpus):
     device, batches = encoder.tok.weight.device, validation_batches(corpus, cfg.max_len)
     text = torch.from_numpy(corpus.train[:COUNTED].astype(int)).to(device)
     text, n = text[text < cfg.cls_id], sum(map(len, batches))
-    losses, areas = {}, []
+    losses, areas = defaultdict(float), []
     model.eval()
     # The rows, batches and corruption with which train.py evaluates.
     for number, tokens in enumerate(batches):
@@ -308,7 +306,7 @@ def worth_of_words(model, corpus):
             batch["tokens"] = words
             hidden = encoder(words, batch["pos"])
             loss, _ = objective.loss(encoder, hidden, batch)
-            losses[kind] = losses.get(kind, 0) + float(loss) * len(words) / n
+            losses[kind] += float(loss) * len(words) / n
             has_p = objective.cfg.pair_loss == "ce" and not objective.hides_positions
             if kind == "true" and has_p:
                 areas += [area for *_, area in believed(objective, encoder, hidden, batch)]
@@ -610,7 +608,7 @@ def read_run(folder, name, cache):
     """-> the mean logits (L, L), [(step, val_loss)], a row for the table and probe.json."""
     model, logits, _, run = examine(folder, cache)
     facts, found = model.facts, run["indicators"]
-    losses, by_lr, scores = [], {}, {}
+    losses, by_lr, scores = [], defaultdict(list), {}
     for line in intact_rows(folder / "log.jsonl"):
         if line.keys() >= {"step", "val_loss"}:
             losses.append((line["step"], float(line["val_loss"])))
@@ -618,7 +616,7 @@ def read_run(folder, name, cache):
     for result in comparable(results, facts["step"]):
         for metric, value in result["metrics"].items():
             key = f"{result['task']} {metric}", result["lr"]
-            by_lr.setdefault(key, []).append(value)
+            by_lr[key].append(value)
     for (score, _), values in by_lr.items():    # median over seeds, at the best lr
         scores[score] = max(scores.get(score, -math.inf), float(np.median(values)))
     return (
@@ -666,27 +664,22 @@ def comparable(results, steps):
     return [r for r in kept if settings(r) == last[r["task"]]]
 
 
-def pearson(x, y):
-    """Over the pairs that are finite; NaN with fewer than 3, or where one side is constant."""
-    both = pandas.DataFrame({"x": x, "y": y}).replace([math.inf, -math.inf], math.nan)
-    return float(both.corr(min_periods=3).x.y)
-
-
 def correlations(runs, names=("opr", "opr_20", "aiv", "aiv w/o", "sd", "db")):
     """P3 table 5, over runs of one objective -> rows of a table. `none` is left out, far from all
     others (footnote 11)."""
-    groups, table = {}, []
+    groups, table = defaultdict(list), []
     for run in runs:
         for score, value in run["scores"].items():
             if run["pe"] != "none":
-                groups.setdefault((run["objective"], score), []).append((run, value))
+                groups[run["objective"], score].append((run, value))
     for (objective, score), group in sorted(groups.items()):
         rows, values = zip(*group)
         if len(rows) > 2:
+            # Over the runs where a number is finite; NaN where it is the same in all.
+            numbers = pandas.DataFrame(rows)[[*names]].assign(score=values)
+            r = numbers.replace([math.inf, -math.inf], math.nan).corr(min_periods=3)["score"]
             found = {"objective": objective, "score": score, "runs": len(rows)}
-            for name in names:
-                found[name] = pearson([row[name] for row in rows], values)
-            table.append(found)
+            table.append({**found, **r.drop("score")})
     return table
 
 
@@ -698,7 +691,7 @@ def over_runs(patterns, read):
     folders, found = set(), []
     for pattern in patterns:
         folders |= {Path(file).parent for file in glob.glob(f"{pattern}/ckpt.pt")}
-    root = min(folders, key=lambda folder: len(folder.parts), default=Path()).parent
+    root = min(sorted(folders), key=lambda folder: len(folder.parts), default=Path()).parent
     for folder in sorted(folders):
         try:
             found.append(read(folder, os.path.relpath(folder, root)))
@@ -712,14 +705,13 @@ def over_runs(patterns, read):
 def compare_runs(patterns, cache, out_dir):     # --runs
     """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps
     and losses of all."""
-    runs, grid, panels, losses = [], [], [], {}
+    runs, grid, panels, losses = [], [], [], defaultdict(dict)
     root, found = over_runs(patterns, partial(read_run, cache=cache))
     for logits, curve, run in found:
         runs.append(run)
         grid += maps([f"{run['pe']}, {run['objective']}"], [logits])
         if curve:
-            curves = losses.setdefault(run["objective"], {})
-            curves[run["run"]] = np.array(curve).T
+            losses[run["objective"]][run["run"]] = np.array(curve).T
     print_table(runs)
     flags = set().union(*[run["args"] for run in runs])
     for flag in sorted(flags - NOT_COMPARED):
@@ -1037,7 +1029,8 @@ def row(encoder, *texts):
     ids = [cfg.cls_id]
     for text in texts:
         text = text.replace(" [MASK]", "[MASK]")
-        ids += *encoder.tokenizer.encode(text, allowed_special="all"), cfg.sep_id
+        ids += encoder.tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
+        ids.append(cfg.sep_id)
     if not 4 <= len(ids) <= cfg.max_len:
         raise ValueError(
             f"the text has {len(ids) - 2} tokens; between 2 and {cfg.max_len - 2} fit this model"
@@ -1224,7 +1217,7 @@ def parse_args(argv=None):
     parser = Parser("probe.py", __doc__)
     parser.add_argument("--runs", nargs="+", metavar="GLOB", help="compare run folders")
     parser.add_settings("what is probed", ProbeConfig)
-    args = Namespace(**defaults(ProbeConfig) | vars(parser.parse_args(argv)))
+    args = parser.parse_args(argv, ProbeConfig())
     many = args.runs or args.dynamics
     if args.ckpt and many or args.runs and args.dynamics:
         parser.error("take one of --ckpt, --runs and --dynamics")

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -321,7 +322,7 @@ def train(args, progress):
     signals, losses, stopping = common.Signals(), [], 0
     parameters = list(model.parameters())
     agree_every = max(1, STOP_EVERY // args.grad_accum)  # torchrun kills 30 s after its SIGTERM
-    sums, since, began = {}, step, time.perf_counter()
+    sums, since, began = defaultdict(float), step, time.perf_counter()
     saved_at = began
     bar = tqdm(
         total=args.steps,
@@ -356,7 +357,7 @@ def train(args, progress):
                     loss, scalars = net(batch)
                 scaler.scale(loss / args.grad_accum).backward()
             for name, value in {"loss": loss.detach(), **scalars}.items():
-                sums[name] = sums.get(name, 0) + value / args.grad_accum
+                sums[name] += value / args.grad_accum
 
         # Clip the gradient to norm 1 and update the weights; a gradient that is not finite is
         # skipped. All of it on the device: the host does not wait, it runs ahead.
@@ -484,7 +485,7 @@ def evaluate(model, corpus, amp, device):
     """Mean loss and scalars over fixed validation rows with fixed corruption, dropout off
     -> {name: float}."""
     model.eval()
-    batches, sums = validation_batches(corpus, model.encoder.config.max_len), {}
+    batches, sums = validation_batches(corpus, model.encoder.config.max_len), defaultdict(float)
     n = sum(map(len, batches))
     for number, tokens in enumerate(batches):
         batch = model.corrupt(tokens.to(device), "validation", number)
@@ -492,7 +493,7 @@ def evaluate(model, corpus, amp, device):
             loss, scalars = model(batch)
         for name, value in {"loss": loss, **scalars}.items():
             name = f"val_{name}"
-            sums[name] = sums.get(name, 0) + value.float() * len(tokens) / n
+            sums[name] += value.float() * len(tokens) / n
     model.train()
     return {name: float(value) for name, value in sums.items()}
 
