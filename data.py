@@ -442,14 +442,15 @@ class Corpus:
         """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the
         file was damaged under the run."""
         stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
+        V = self.meta["vocab_size"]
         if os.path.getsize(file) < stream.nbytes:       # reading on would be a SIGBUS
             raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare "
                           "it again")
         whole = stream[:len(stream) // n * n].reshape(-1, n)
         out = np.empty((len(index), L), np.int64)
         out[:, 1:-1] = whole[index]
-        out[:, 0], out[:, -1] = self.vocab_size - 8, self.vocab_size - 6    # [CLS] .. [SEP]
-        if out.max(initial=0) >= self.vocab_size:
+        out[:, 0], out[:, -1] = V - 8, V - 6        # [CLS] .. [SEP]
+        if out.max(initial=0) >= V:
             raise OSError(f"{file} has ids beyond the vocabulary: delete {self.folder} and prepare "
                           "it again")
         return out
