@@ -499,7 +499,7 @@ class Tupe(Component):
         # dividing both by sqrt(2D), not sqrt(D), keeps the size of their sum (P1 sec 3.3).
         q, k, all_q, all_k = self.positions(pos)                # (1 or B, H, L, D); all: (rows, C)
         v = q @ k.transpose(-1, -2) * self.scale                # P1's v_ij (1 or B, H, L, L)
-        if self.offsets is not None:
+        if self.offsets is not None:                            # tupe_r's b_r
             v = v + self.offsets.bias(pos)
         if not self.reset:
             return v
