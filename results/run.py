@@ -70,7 +70,10 @@ TABLES = {
     "worth": {"docs-scratch": NONE},        # and runs of these two, fine-tuned on docs
     "schemes": {},
     "blimp": {},            # the runs of schemes, on minimal pairs
-    "objectives": {},
+    "objectives": {     # and below; these two: does abs leave its plateau at demo size?
+        "abs-mlm-6000": "--pe abs --n_head 16 --steps 6000",
+        "abs-mlm+pplm-6000": f"{READ} mlm+pplm --pe abs --steps 6000",
+    },
     "glue": {"scratch": NONE},
     "lab": {"lab-scratch": f"--preset lab --n_head 16 {NONE}"},
 }
