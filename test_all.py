@@ -2617,7 +2617,7 @@ def squad_by_hand(golds, text):
     (["theatre"], "the atre", 0, 0), (["The"], "", 1, 1), (["c c d"], "c d d", 0, 2 / 3),
     (["$5.00"], "500", 1, 1), (["area"], "are", 0, 0), (["Café  au\tla"], "café au la", 1, 1)])
 def test_squad_metrics_on_edge_cases(golds, text, em, f1):
-    assert finetune.TASKS["squad"].score([golds], [text]) == pytest.approx({"em": em, "f1": f1})
+    assert finetune.METRICS["squad"]([golds], [text]) == pytest.approx({"em": em, "f1": f1})
     assert squad_by_hand(golds, text) == pytest.approx((em, f1))
 
 
@@ -3042,7 +3042,11 @@ def test_the_best_learning_rate_counts(said):
     assert finetune.best_runs(runs, statistics.median) == {("a", "cola"): runs[3:]}
     assert finetune.best_runs(runs, statistics.mean) == {("a", "cola"): runs[:3]}
     finetune.report(runs, finetune_args("--recipe", "tupe"))
-    assert re.search(r"matthews +0.300 +0.300 +0.400 +0.058 +0.000 +2 +3", said())
+    out = said()
+    assert re.search(r"matthews +0.300 +0.300 +0.400 +0.058 +0.000 +2 +3", out)
+    assert "the best of 2" in out
+    finetune.report([runs[0], dict(runs[3], ckpt="b")], finetune_args("--recipe", "tupe"))
+    assert "the best of" not in said()      # a rate each: nothing was chosen
     # With --eval_only every task has its own file: averages are over a folder.
     args, runs = SimpleNamespace(recipe="electra", task="all", eval_only=True), []
     for task, metric in finetune.AVERAGES["P3"].items():
