@@ -96,7 +96,9 @@ for seed in (1337, 1):
         for name, flags in {
             "mlm": "mlm",
             "taco": "taco",
+            "taco-.01": "taco --loss_weights 1 .01",
             "concentrated": "taco --tc_on masked",
+            "concentrated-.01": "taco --tc_on masked --loss_weights 1 .01",
             "tp": "mlm --mlm_on all",
             "tc": "tc",
             "clm": "clm",
