@@ -494,10 +494,9 @@ def table(args, given):
         tokens = max(ours.batch_size * ours.block_size, SWEEP[-1])
         variants = [replace(ours, batch_size=tokens // L, block_size=L) for L in SWEEP]
         return compare(variants, variants[0], SWEEP[0])
-    field, base = "pe", "abs"
     if tasks != ["mlm"] and len(pes) == 1:
-        field, base = "objective", "mlm"
-    return compare(variants, replace(ours, **{field: base}), base)
+        return compare(variants, replace(ours, objective="mlm"), "mlm")
+    return compare(variants, replace(ours, pe="abs"), "abs")
 
 
 def parse_args(argv=None):
@@ -515,6 +514,8 @@ def main(argv=None):
     rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
         lines = table(args, given)      # measures nothing yet
+        if args.json:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         device, dtype = args.machine
         chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         if device.type == "cuda":

@@ -101,7 +101,7 @@ class Source:
     docs: list | None = None        # [(library, text)]: finetune.py --task docs reads docs.json
 
 
-def find_source(dataset, text_column="text", books="SamuelYang/bookcorpus"):
+def find_source(dataset, text_column, books):
     """docs, wikibooks, a glob of files, or the name of a hub data set -> Source.
 
     Raises ValueError, OSError.
@@ -208,9 +208,8 @@ def file_documents(file, text_column):
     if kind not in READERS:
         raise ValueError(f"{file}: unknown kind of file; known are {', '.join(READERS)}, each also "
                          "with .gz, .xz or .bz2")
-    encoding = "utf-8" if READERS[kind] is text_rows else "utf-8-sig"
     newline = "" if kind == ".csv" else None
-    with OPENERS.get(path.suffix, open)(file, "rt", encoding=encoding, errors="replace",
+    with OPENERS.get(path.suffix, open)(file, "rt", encoding="utf-8-sig", errors="replace",
                                         newline=newline) as handle:
         yield from column(READERS[kind](handle), text_column, file)
 
@@ -442,7 +441,7 @@ class Corpus:
         """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the
         file was damaged under the run."""
         stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
-        V = self.meta["vocab_size"]
+        V = self.vocab_size
         if os.path.getsize(file) < stream.nbytes:       # reading on would be a SIGBUS
             raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare "
                           "it again")
@@ -488,8 +487,8 @@ class Batches:
         return self.corpus.rows("train", np.array(numbers), self.L)
 
 
-def prepare(dataset="docs", tokenizer="bpe", cache="cache", text_column="text",
-            books_dataset="SamuelYang/bookcorpus") -> Corpus:
+def prepare(dataset, tokenizer, cache, text_column=DataConfig.text_column,
+            books_dataset=DataConfig.books_dataset) -> Corpus:
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError,
     OSError."""
     if dataset == "docs":
@@ -642,7 +641,7 @@ def main(argv=None):
     parser.add_settings("data", DataConfig)
     given = vars(parser.parse_args(argv))
     with one_line_errors():
-        corpus = prepare(**given)
+        corpus = prepare(**vars(DataConfig(**given)))
     print(f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M "
           f"tokens to train on, {len(corpus.val) / 1e6:.2f} M to validate on")
     flags = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]

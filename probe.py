@@ -656,7 +656,7 @@ def comparable(results, steps):
 
     kept = []
     for r in results:
-        if r["ckpt"] == "bow" or r["ckpt"].endswith(")") or r.get("step", steps) != steps:
+        if r["ckpt"] == "bow" or ".pt (" in r["ckpt"] or r.get("step", steps) != steps:
             continue
         if not (r.get("eval_only") or r.get("probe")):
             kept.append(r)
@@ -667,19 +667,17 @@ def comparable(results, steps):
 def correlations(runs, names=("opr", "opr_20", "aiv", "aiv w/o", "sd", "db")):
     """P3 table 5, over runs of one objective -> rows of a table. `none` is left out, far from all
     others (footnote 11)."""
-    groups, table = defaultdict(list), []
+    rows, table = [], []
     for run in runs:
         for score, value in run["scores"].items():
-            if run["pe"] != "none":
-                groups[run["objective"], score].append((run, value))
-    for (objective, score), group in sorted(groups.items()):
-        rows, values = zip(*group)
-        if len(rows) > 2:
+            rows.append({**run, "score": score, "value": value})
+    frame = pandas.DataFrame(rows, columns=["pe", "objective", "score", "value", *names])
+    frame = frame[frame.pe != "none"].replace([math.inf, -math.inf], math.nan)
+    for (objective, score), group in frame.groupby(["objective", "score"]):
+        if len(group) > 2:
             # Over the runs where a number is finite; NaN where it is the same in all.
-            numbers = pandas.DataFrame(rows)[[*names]].assign(score=values)
-            r = numbers.replace([math.inf, -math.inf], math.nan).corr(min_periods=3)["score"]
-            found = {"objective": objective, "score": score, "runs": len(rows)}
-            table.append({**found, **r.drop("score")})
+            r = group[["value", *names]].corr(min_periods=3)["value"].drop("value")
+            table.append({"objective": objective, "score": score, "runs": len(group), **r})
     return table
 
 
@@ -1091,23 +1089,28 @@ def best_order(scores, given):
     end counts. The given order is no answer: most pairs did not move, but something did.
     """
     n, L = len(given), scores.size(-1) // 2 + 1
-    i, j = torch.triu_indices(n, n, 1)
-    exchange = torch.arange(1, len(i) + 1)
     offset = scores.softmax(-1) @ torch.arange(1.0 - L, L)
     rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()  # right of others: late
-    ends = []
+    word, ends = torch.arange(n), []
+    both = (scores + scores.transpose(0, 1).flip(-1)).double()  # a pair's two offsets together
+    both[word, word] = 0
     for pos in (given, given.sort().values[rank]):
-        best = None
-        while best != 0:
-            tried = pos.repeat(len(i) + 1, 1)   # as it is, then a row an exchange
-            tried[exchange, i], tried[exchange, j] = pos[j], pos[i]
-            r = tried[:, None] - tried[:, :, None] + L - 1  # (exchanges + 1, n, n)
-            found = scores.expand(len(tried), -1, -1, -1).gather(-1, r[..., None])
-            total = found.sum((1, 2, 3))        # a word's offset from itself is 0 in all of them
-            total[(tried == given).all(1)] = -math.inf
-            best = int(total.argmax())
-            pos = tried[best]
-        ends.append((float(total[0]), pos))
+        while True:
+            r = pos - pos[:, None] + L - 1      # (n, n)
+            now, turned = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
+            # gain[i, j]: of word i's pairs, if it stood where j stands; j has no other place yet.
+            gain = both[:, word, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
+            gain = gain + gain.T + now + turned  # both move: their own pair's offset turns
+            moved = (pos != given).nonzero()[:, 0]
+            gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
+            if len(moved) == 2:                 # to exchange them again would lead back
+                gain[moved, moved.flip(0)] = -math.inf
+            i, j = divmod(int(gain.argmax()), n)
+            if i == j:
+                break
+            pos = pos.clone()
+            pos[[i, j]] = pos[[j, i]]
+        ends.append((float(now.sum()), pos))
     return max(ends, key=lambda end: end[0])[1]
 
 

@@ -524,7 +524,8 @@ def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
 
 @pytest.mark.parametrize("dataset", ["", " ", ".", "no/such*", "none.jsonl", "a/b.txt.gz"])
 def test_a_name_that_is_no_data_set_is_refused_at_once(dataset):
-    refuses("no file with text in it .* takes docs, wikibooks", data.find_source, dataset)
+    says = "no file with text in it .* takes docs, wikibooks"
+    refuses(says, data.find_source, dataset, "text", None)
 
 
 def test_docs_corpus_and_its_task(tmp_path, monkeypatch):
@@ -566,7 +567,7 @@ def test_finished_data_needs_nothing(corpus_file, cache, corpus, monkeypatch):
     names = {file.name for file in corpus.folder.iterdir()}
     assert names == {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
     monkeypatch.setattr(data, "hub_part", lambda *a: 1 / 0)
-    one, two = (data.find_source("some/set", column) for column in ("text", "body"))
+    one, two = (data.find_source("some/set", column, None) for column in ("text", "body"))
     assert one.name != two.name, "another column is another corpus"
 
 
@@ -682,7 +683,8 @@ def online(monkeypatch, is_online):
 
 
 @pytest.mark.parametrize("name, call", [
-    ("huggingface_hub.HfApi.dataset_info", lambda: data.find_source("some/set").parts()),
+    ("huggingface_hub.HfApi.dataset_info",
+     lambda: data.find_source("some/set", "text", None).parts()),
     ("tiktoken.get_encoding", data.gpt2_state)])
 def test_a_network_that_does_not_answer_is_said_soon(name, call, monkeypatch):
     online(monkeypatch, True)

@@ -11,7 +11,6 @@ delete its line and its folder. (older.jsonl: rows of older tables, most of olde
 """
 
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
@@ -118,10 +118,10 @@ for pe in ("tupe_r", "abs"):
         if objective in ("mlm", "mlm+pplm"):
             TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
 TABLES["blimp"] |= TABLES["schemes"]
-for name in "docs-tupe_r-s1337 docs-16-heads docs-3000 docs-pplm docs-taco".split():
-    TABLES["worth"][name] = TABLES["docs"][name]
-for name in "read-s1337 read-3000 read-pplm-from-mlm".split():
-    TABLES["worth"][name] = TABLES["reading"][name]
+trained = TABLES["docs"] | TABLES["reading"]
+for name in ("docs-tupe_r-s1337 docs-16-heads docs-3000 docs-pplm docs-taco read-s1337 read-3000 "
+             "read-pplm-from-mlm").split():
+    TABLES["worth"][name] = trained[name]
 
 
 def commands(table, name):
@@ -142,6 +142,10 @@ def commands(table, name):
     return made
 
 
+def curve(lines, key, digits=3):
+    return [[x["step"], round(x[key], digits)] for x in lines if key in x]
+
+
 def run(table, name):
     """Run a row's commands, with a log in its folder -> what came out: flags, last validation,
     baselines, what words are worth, scores. No path of the machine."""
@@ -158,8 +162,7 @@ def run(table, name):
     first, *lines = read(folder / "log.jsonl")
     row = {"table": table, "run": name, "git": first["git"], "baselines": first["baselines"]}
     row["args"] = {key: first["args"][key] for key in KEPT}
-    row["curve"] = [[x["step"], round(x["loss"], 3)] for x in lines]
-    row["val_curve"] = [[x["step"], round(x["val_mlm"], 3)] for x in lines if "val_mlm" in x]
+    row["curve"], row["val_curve"] = curve(lines, "loss"), curve(lines, "val_mlm")
     row["minutes"] = statistics.median(x["ms_per_step"] for x in lines) * lines[-1]["step"] / 6e4
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
     found = json.loads((folder / "probe" / "probe.json").read_text())
@@ -171,7 +174,7 @@ def run(table, name):
         row["blimp"] = {key: judged[key] for key in ("pairs", "ties", "scores")}
     if (followed := folder / "dynamics" / "probe.json").exists():
         steps = json.loads(followed.read_text())["steps"]
-        row["contexts"] = [[x["step"], round(x["contextual score"], 4)] for x in steps]
+        row["contexts"] = curve(steps, "contextual score", 4)
     row["scores"] = {}
     for result in read(folder / "results.jsonl") if table in FINETUNE else ():
         for metric, value in result["metrics"].items():
@@ -184,30 +187,29 @@ def cells(row):
     known, words = row["baselines"], row["words"]
     schemes = row["table"] == "schemes"
     indicators = row["indicators"] if schemes else {}
-    parts = row["args"]["objective"].replace("taco", "mlm+tc").split("+")
+    parts = row["args"]["objective"].split("+")
     losses = [row.get(f"val_{x}", row["val_loss"]) for x in parts]
-    is_mlm = row["args"]["objective"] == "mlm"
-    left = [step for step, loss in row["curve"] if is_mlm and loss < PLATEAU]
+    left = [step for step, loss in row["curve"] if parts == ["mlm"] and loss < PLATEAU]
     judged = row.get("blimp", {"scores": {}})["scores"]
     first = next(iter(judged.values()), {})     # pll, or what the objective has
     numbers = {
-        "losses": losses,
-        "copy": [known.get("copy", known.get("pplm.copy"))],    # what places alone allow
-        "true words": [words["true"]],          # as the others: without autocast
-        "random words": [words["random"]],
-        "other order": [words["shuffled"]],
-        "AUC": [words["auc"]],
-        "BLiMP": [first.get("mean")],
-        "order-only": [first.get("order-only")],
-        "AIV": [indicators.get("aiv")],
-        "OPR": [indicators.get("opr")],
+        "copy": known.get("copy", known.get("pplm.copy")),      # what places alone allow
+        "true words": words["true"],            # as the others: without autocast
+        "random words": words["random"],
+        "other order": words["shuffled"],
+        "AUC": words["auc"],
+        "BLiMP": first.get("mean"),
+        "order-only": first.get("order-only"),
+        "AIV": indicators.get("aiv"),
+        "OPR": indicators.get("opr"),
     }
     shown = {"run": row["run"], "flags": f"`{TABLES[row['table']][row['run']]}`"}
     if schemes:
         config = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
         shown["parameters"] = sum(p.numel() for p in Encoder(config).pe.parameters())
-    for name, values in numbers.items():
-        shown[name] = " ".join(f"{x:.3f}" for x in values if x is not None)
+    shown["losses"] = " ".join(f"{x:.3f}" for x in losses)
+    for name, x in numbers.items():
+        shown[name] = "" if x is None else f"{x:.3f}"
     shown[f"steps to {PLATEAU}"] = str(left[0]) if left else ""
     if row["table"] in ("objectives", "glue"):
         for name in ("val_curve", "contexts"):          # every 500 steps
@@ -224,11 +226,9 @@ def properties(rows):
     names = ["aiv", "sd", *(f"opr {n}" for n in RANGES), *(f"db {n}" for n in RANGES)]
     runs = []
     for row in rows:
-        run = {**dict.fromkeys(names, math.nan), **row["args"], "scores": {}}
-        run |= {name: row["indicators"][name] for name in ("aiv", "sd")}
+        run = {**row["args"], **row["indicators"], "scores": {"- loss": -row["val_loss"]}}
         for n, *values in row.get("ranges", ()):
             run[f"opr {n}"], run[f"db {n}"] = values
-        run["scores"]["- loss"] = -row["val_loss"]
         if "blimp" in row:
             judged = next(iter(row["blimp"]["scores"].values()))
             run["scores"] |= {"BLiMP": judged["mean"], "order-only": judged["order-only"]}
@@ -240,10 +240,9 @@ def show(table):
     """Print a table of what has been run."""
     rows = [row for row in read(ROWS) if row["table"] == table]
     if rows:
-        lines = [cells(row) for row in rows]
-        empty = {name for name in lines[0] if not any(line[name] for line in lines)}
+        lines = pandas.DataFrame([cells(row) for row in rows])
         print(f"\n{table}\n")
-        print_table([{name: line[name] for name in line if name not in empty} for line in lines])
+        print_table(lines.loc[:, lines.any()].to_dict("records"))       # no empty columns
     if table == "blimp":                # judged rows come last, and replace those of schemes
         rows = sorted(read(ROWS), key=lambda row: row["table"] == table)
         runs = {row["run"]: row for row in rows if row["table"] in ("schemes", table)}
