@@ -212,7 +212,7 @@ def has_kernels(major, minor, built):
     found = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built))
     for kind, *version in found:
         a, b = map(int, version)
-        if (a == major and b <= minor) or (kind == "compute" and (a, b) <= (major, minor)):
+        if (a, b) <= (major, minor) and (a == major or kind == "compute"):
             return True
     return not found                    # ROCm names its own otherwise
 

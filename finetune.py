@@ -351,7 +351,7 @@ def read_file(name, path, split, skip_bad=False):
     return rows
 
 
-def hub_rows(name, split, test=False):
+def hub_rows(name, split):
     """A split of the hub's data set, in the form the official files give. Raises ValueError without
     a network."""
     import datasets
@@ -374,7 +374,7 @@ def hub_rows(name, split, test=False):
             golds = r["answers"]
             found.append(Question(texts, golds["text"], golds["answer_start"], r["id"]))
         else:
-            found.append((texts, r["idx" if test else "label"]))
+            found.append((texts, r["idx" if "test" in split else "label"]))
     return found
 
 
@@ -406,7 +406,7 @@ def read_split(name, args, split):
     for key, part in getattr(task, split, {"": "train"}).items():
         key = key or task.folder if is_test else name + key
         if not args.data_dir:
-            found[key] = hub_rows(name, "test" if name == "ax" else part, is_test)
+            found[key] = hub_rows(name, "test" if name == "ax" else part)
             continue
         file = part.replace("validation", "dev") + task.suffix
         path = Path(args.data_dir, task.folder, file)
@@ -954,7 +954,7 @@ def predict_text(args):
     """--predict_text: print classes with probabilities, the score, or the likeliest answers. Raises
     ValueError, OSError."""
     name, task = args.task, TASKS[args.task]
-    texts = [text.strip() for text in args.predict_text.split("|||")]
+    texts = [text.strip() for text in args.predict_text.split("|||") if text.strip()]
     if len(texts) != len(task.texts):
         raise ValueError(f"{name} takes {len(task.texts)} text(s), 'one ||| other'; {len(texts)} "
                          "given")
@@ -1098,9 +1098,9 @@ def run_tuned(name, args):
 
 def run_tasks(args, progress):
     """One task, or all of GLUE as far as it is there -> rows."""
-    results = []
-    for name in GLUE if args.task == "all" else [args.task]:
-        if args.task == "all" and args.data_dir:
+    results, every = [], args.task == "all"
+    for name in GLUE if every else [args.task]:
+        if every and args.data_dir:
             folder = Path(args.data_dir, TASKS[name].folder)
             if not folder.exists():
                 print(f"{name}: {folder} is not there, left out")
@@ -1113,7 +1113,7 @@ def run_tasks(args, progress):
                 "seed": 0, "lr": None, "ckpt": "bow", "n_train": len(train)})
         else:
             results += run_task(name, args, progress)
-    if args.task == "all" and not results:
+    if every and not results:
         raise ValueError("--task all: nothing of GLUE is there")
     return results
 

@@ -12,6 +12,8 @@ row; row 0, never used, is our unknown position. sin and lsin go out as tables u
 RoBERTa learned A </s></s> B; the programs here write one [SEP] (departure).
 """
 
+import os
+import re
 import shlex
 from pathlib import Path
 
@@ -200,8 +202,9 @@ def write_tokenizer(folder, vocab, max_len):
     merges = []
     for name in list(vocab)[:-N_SPECIALS]:
         for cut in range(1, len(name)):
-            if name[:cut] in vocab and name[cut:] in vocab:
-                merges.append((name[:cut], name[cut:]))
+            parts = name[:cut], name[cut:]
+            if set(parts) <= vocab.keys():
+                merges.append(parts)
     tokenizer = ByteLevelBPETokenizer(vocab, merges)            # it knows GPT-2's pattern
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 0))
     # [MASK] takes the space before it along, as words do.
@@ -216,8 +219,11 @@ def card(run, checkpoint):
     """-> the model card: what it learned from and how, the command, its scores."""
     row, args, command = map(checkpoint.get, ("row", "args", "command"))
     if row:
-        command = (f"python finetune.py --task {checkpoint['task']} --ckpt '{row['ckpt']}' "
-                   f"--recipe {row['recipe']} --lr {row['lr']}")
+        start = re.sub(r"(?<=^scratch), .*|(?<=\.pt) \(\w+\)$", "", row["ckpt"])
+        words = ["--task", checkpoint["task"], "--ckpt", start, "--limit_train", row["n_train"]]
+        for flag in ("recipe", "lr", "epochs", "batch_size", "length"):
+            words += [f"--{flag}", row[flag]]
+        command = f"python finetune.py {shlex.join(map(str, words))}"
     elif command is None:
         words = ["--preset", args["preset"]]
         usual = vars(parse_args(words))
@@ -227,7 +233,8 @@ def card(run, checkpoint):
                 values = value if isinstance(value, tuple) else [value]
                 words += [str(one) for one in values if not isinstance(one, bool)]
         command = f"python train.py {shlex.join(words)}"
-    rows = [row] if row else common.read_rows(f"{run}/results.jsonl")
+    folder = run if os.path.isdir(run) else os.path.dirname(run)
+    rows = [row] if row else common.read_rows(os.path.join(folder, "results.jsonl"))
     scores = [f"- {row['task']}, seed {row['seed']}: {row['metrics']}\n" for row in rows]
     return f"""---
 library_name: transformers

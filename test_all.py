@@ -3152,16 +3152,20 @@ def test_finetune_learns_saves_and_repeats(at_run, tmp_path, capsys, said):
     assert load(file).config.max_len == 32, "its encoder is a checkpoint like any other"
 
 
+HOW = {"recipe": "bert", "lr": 1e-4, "epochs": 3, "batch_size": 32, "length": 40, "n_train": 99}
+
+
 def test_scratch_without_a_run_is_a_start_like_any_other(corpus, tmp_path, monkeypatch):
     """Its model is exported, too: the card says after how many steps, on what text."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(finetune, "prepare", lambda *given: corpus)
     start = finetune.read_start("scratch", "cache")
     model = finetune.make_model(start, "cola", 16, 0)
-    row = {"task": "cola", "seed": 0, "metrics": {}, "ckpt": "scratch", "recipe": "bert", "lr": 1}
+    row = {"task": "cola", "seed": 0, "metrics": {}, "ckpt": start["source"], **HOW}
     finetune.save_model("model.pt", model, start, row)
     card = hf.card("model.pt", common.read_checkpoint("model.pt"))
     assert f"0 steps, data {corpus.meta['dataset']}" in card
+    assert "--task cola --ckpt scratch --limit_train 99 --recipe bert --lr 0.0001" in card
 
 
 def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
@@ -3342,7 +3346,7 @@ def test_bag_of_words(at_run, tmp_path):
     ("ax --ckpt out/run/ckpt_*.pt", "no model fine-tuned on mnli"), ("all --ckpt bow", "one task"),
     ("cola --ckpt bow --predict_text a", "no model"), ("squad --ckpt bow", "classes"),
     ("all --data_dir {tmp}/MNLI", "nothing of GLUE"), ("ax --predict_text a", "for ax: mnli"),
-    ("cola --predict_text a|||b", "takes 1 text(s)"), ("cola --predict_text=", "no model fine-"),
+    ("cola --predict_text a|||b", "takes 1 text(s)"), ("cola --predict_text=", "takes 1 text(s)"),
     ("cola --epochs 10001", "[1, 10000]"), ("cola --seeds 0", "[1, 1000]"),
     ("cola --seeds 1001", "[1, 1000]"), ("cola --lr 1 0", "1e9)"),
     ("cola --lr 1e30", "(0, 1e9)"), ("cola --limit_train 0", "[1, 1e9]"),
@@ -4722,7 +4726,7 @@ def test_a_classifier_goes_out_with_its_labels(hugging, random_run, tmp_path, ca
     encoder, folder = random_run(pe).encoder, tmp_path / "theirs"
     model = finetune.Classifier(encoder, task, 40, kind == "a probe").eval()
     torch.nn.init.normal_(model.head[-1].weight)
-    row = {"task": task, "ckpt": "out/some run", "seed": 0, "lr": 1e-4, "recipe": "bert",
+    row = {"task": task, "ckpt": "some run/tuned.pt (rte)", "seed": 0, **HOW,
            "metrics": {"accuracy": 0.625}}
     finetune.save_model(tmp_path / "tuned.pt", model, weights(tmp_path / "run"), row)
     if kind not in ("Roberta", "MPNet"):
@@ -4744,7 +4748,10 @@ def test_a_classifier_goes_out_with_its_labels(hugging, random_run, tmp_path, ca
     torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
     card = (folder / "README.md").read_text()
     assert f"Trained on: {task}" in card and "0.625" in card
-    assert f"--task {task} --ckpt 'out/some run' --recipe bert --lr 0.0001" in card
+    command = shlex.split(re.search(r"^    python finetune.py (.*)$", card, re.M)[1])
+    args = finetune.parse_args(command)
+    assert (args.task, args.ckpt, args.lr) == (task, "some run/tuned.pt", [1e-4])
+    assert [getattr(args, key) for key in ("epochs", "length", "limit_train")] == [3, 40, 99]
 
 
 def test_the_model_card(random_run, tmp_path):
@@ -4753,7 +4760,7 @@ def test_the_model_card(random_run, tmp_path):
         "--preset lab --steps 3 --whole_word --loss_weights 1 0.5 --no-compile"))
     row = {"task": "cola", "seed": 1, "lr": 0.01, "metrics": {"accuracy": 0.75}}
     (tmp_path / "run" / "results.jsonl").write_text(json.dumps(row) + "\n")
-    random_run.export()
+    random_run.export("run/ckpt.pt")
     card = (tmp_path / "theirs" / "README.md").read_text()
     assert "- cola, seed 1: {'accuracy': 0.75}" in card
     assert "Positions: t5. Trained on: mlm+pplm,\n7 steps, data some text." in card
