@@ -441,7 +441,7 @@ class Corpus:
         """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the
         file was damaged under the run."""
         stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
-        V = self.vocab_size
+        V = self.meta["vocab_size"]
         if os.path.getsize(file) < stream.nbytes:       # reading on would be a SIGBUS
             raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare "
                           "it again")
