@@ -143,6 +143,7 @@ def commands(table, name):
 
 
 def curve(lines, key, digits=3):
+    """-> [[step, value], ..] of the lines that have it."""
     return [[x["step"], round(x[key], digits)] for x in lines if key in x]
 
 
