@@ -590,6 +590,12 @@ def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_facto
         assert kind != "txt"
 
 
+@pytest.mark.parametrize("name", ["x.txt", "x.md"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    (tmp_path / name).write_bytes("\ufefftext".encode())
+    assert list(data.file_documents(str(tmp_path / name), "text")) == ["text"]
+
+
 def test_texts_that_are_hardly_text(tmp_path):
     """NULs and broken UTF-8 pass; one endless line is cut."""
     broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
@@ -3347,6 +3353,7 @@ def test_bag_of_words(at_run, tmp_path):
     ("cola --ckpt bow --predict_text a", "no model"), ("squad --ckpt bow", "classes"),
     ("all --data_dir {tmp}/MNLI", "nothing of GLUE"), ("ax --predict_text a", "for ax: mnli"),
     ("cola --predict_text a|||b", "takes 1 text(s)"), ("cola --predict_text=", "takes 1 text(s)"),
+    ("squad --predict_text who|||", "takes 2 text(s)"),
     ("cola --epochs 10001", "[1, 10000]"), ("cola --seeds 0", "[1, 1000]"),
     ("cola --seeds 1001", "[1, 1000]"), ("cola --lr 1 0", "1e9)"),
     ("cola --lr 1e30", "(0, 1e9)"), ("cola --limit_train 0", "[1, 1e9]"),
@@ -4286,6 +4293,8 @@ def test_only_comparable_scores_count():
     assert probe.comparable([row, row, *others], 9) == [row, row]
     last = dict(row, epochs=1)
     assert probe.comparable([row, last], 9) == [last], "the last settings"
+    copied = dict(row, ckpt="out/run (2)")
+    assert probe.comparable([copied], 9) == [copied], "a folder may end in )"
 
 
 # ==================================================================================================
