@@ -45,16 +45,9 @@ def of_part(name, cfg, shape, unigram):
     if name in ("mlm", "clm"):
         n_means = 2 if cfg.mlm_on == "all" else 1
         uniform = math.log(shape.vocab_size - N_SPECIALS)
-        return {
-            "uniform": n_means * uniform,
-            "unigram": n_means * unigram,
-        }
+        return {"uniform": n_means * uniform, "unigram": n_means * unigram}
     if name in ("tc", "nsp"):
-        return {
-            "constant": math.log(
-                1 + cfg.tc_negatives if name == "tc" else 2
-            )
-        }
+        return {"constant": math.log(1 + cfg.tc_negatives if name == "tc" else 2)}
     if name not in NAMES:
         return {}
     # Mean |offset| of two different places: the best constant is 0.
@@ -66,16 +59,12 @@ def of_part(name, cfg, shape, unigram):
         return {"prior": (distance - 0.5) / L}
     known = position_baselines(L, cfg.pos_rate)
     uniform = math.log(2 if name == "pplm_binary" else 2 * L - 1)
-    return {"uniform": uniform} | {
-        key: known[key] for key in NAMES[name]
-    }
+    return {"uniform": uniform} | {key: known[key] for key in NAMES[name]}
 
 
 def unigram_entropy(corpus):
     """Nats a token, of the first ten million tokens, specials left out."""
-    counts = np.bincount(
-        corpus.train[:10_000_000], minlength=corpus.vocab_size
-    )[:-N_SPECIALS]
+    counts = np.bincount(corpus.train[:10_000_000], minlength=corpus.vocab_size)[:-N_SPECIALS]
     return entropy(counts)
 
 
@@ -87,10 +76,10 @@ def position_baselines(L, rate) -> dict:
     binary is there .012 too high and copy .01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
-    k, samples = round(rate * n), min(4000, 2**19 // L)                 # seconds, whatever L
+    k, samples = round(rate * n), min(4000, 2**19 // L)  # seconds, whatever L
     pairs = n * (n - 1)
-    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs            # of a pair's ends, selected
-    copy = inside = kept = moved = some = some_pairs = 0.0              # sums over the samples
+    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs  # of a pair's ends, selected
+    copy = inside = kept = moved = some = some_pairs = 0.0  # sums over the samples
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
         weights = copy_weights(n, k, a, b)
@@ -99,9 +88,9 @@ def position_baselines(L, rate) -> dict:
         places = rng.choice(n, k, replace=False)
         inside += offset_entropy(places, np.ones((k, k)))
         places = places[places != rng.permutation(places)]
-        m = len(places)                                                 # so many really moved
+        m = len(places)  # so many really moved
         if m == 0:
-            continue                                                    # then all is known
+            continue  # then all is known
         # Each row counts by its pairs: m (m - 1) with two moved ends, 2 m (n - m) with one.
         two_moved = m * (m - 1) * offset_entropy(places, moved_weights(m))
         some += two_moved
@@ -130,10 +119,8 @@ def offset_entropy(places, weights) -> float:
     """Entropy of t_j - t_i, when (t_i, t_j) are two different of m places with weights (m, m),
     whose diagonal is set to 0."""
     np.fill_diagonal(weights, 0)
-    r = places[None, :] - places[:, None]                               # (m, m)
-    return entropy(
-        np.bincount((r - r.min()).ravel(), weights.ravel())
-    )
+    r = places[None, :] - places[:, None]  # (m, m)
+    return entropy(np.bincount((r - r.min()).ravel(), weights.ravel()))
 
 
 def moved_weights(m):
@@ -141,23 +128,18 @@ def moved_weights(m):
 
     How many permutations without a fixed point are left, once two tokens have their places?
     """
-    trade, chain, free = (
-        count_free(m - 2, fixed) for fixed in (m - 2, m - 3, m - 4)
-    )
-    largest = max(trade, chain, 1)                                      # too large for floats
+    trade, chain, free = (count_free(m - 2, fixed) for fixed in (m - 2, m - 3, m - 4))
+    largest = max(trade, chain, 1)  # too large for floats
     weights = np.full((m, m), free / largest)
     weights[1, :] = weights[:, 0] = chain / largest  # one is at the other's place
-    weights[1, 0] = trade / largest                                     # they traded
+    weights[1, 0] = trade / largest  # they traded
     weights[0, :] = weights[:, 1] = 0  # neither is where it is seen
     return weights
 
 
 def count_free(n, k):
     """Permutations of n, of which the first k must not stay where they are."""
-    return sum(
-        (-1) ** i * math.comb(k, i) * math.factorial(n - i)
-        for i in range(k + 1)
-    )
+    return sum((-1) ** i * math.comb(k, i) * math.factorial(n - i) for i in range(k + 1))
 
 
 def copy_weights(n, k, a, b):

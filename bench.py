@@ -92,8 +92,8 @@ from objectives import (
     spell_out,
 )
 
-SWEEP = (128, 256, 512, 1024, 2048)     # rows of so many tokens
-SIZES = ("batch_size", "block_size", "mask_rate")       # the preset's, where not given
+SWEEP = (128, 256, 512, 1024, 2048)  # rows of so many tokens
+SIZES = ("batch_size", "block_size", "mask_rate")  # the preset's, where not given
 # Flags that these tables do not take.
 WITHOUT = {
     "finetune": {"block_size", "mask_rate", "objective", "compile"},
@@ -105,24 +105,33 @@ WITHOUT = {
 @dataclass(frozen=True)
 class BenchConfig:
     """The flags, and with one scheme and one objective what a line of a table measures."""
+
     peer: str | None = setting(None, "ours beside RobertaForMaskedLM, eager and compiled", ("hf",))
     pe: str = setting("abs", "schemes, separated by commas, or all")
-    objective: str = setting("mlm", "objectives, separated by commas, or all; mlm_full: mlm with "
-                             "its head at every token")
+    objective: str = setting(
+        "mlm", "objectives, separated by commas, or all; mlm_full: mlm with its head at every token"
+    )
     sweep: bool = setting(False, f"rows of {', '.join(map(str, SWEEP))} tokens")
     data: str | None = setting(None, "a glob of files: tokenise them, and time the loader")
-    finetune: str | None = setting(None, "folder of GLUE's official files: fine-tune on its SST-2, "
-                                   "beside transformers")
-    lower: str | None = setting(None, "a card that need not be there: what torch.compile would "
-                                "launch on it", ("sm_70", "sm_80", "sm_90"))
+    finetune: str | None = setting(
+        None, "folder of GLUE's official files: fine-tune on its SST-2, beside transformers"
+    )
+    lower: str | None = setting(
+        None,
+        "a card that need not be there: what torch.compile would launch on it",
+        ("sm_70", "sm_80", "sm_90"),
+    )
     agree: bool = setting(False, "losses and gradients of small models, beside float32 on a CPU")
-    gpu: str | None = setting(None, "file for the results of every command that wants a GPU; what "
-                              "it has is skipped; flags given besides are added to each")
+    gpu: str | None = setting(
+        None,
+        "file for the results of every command that wants a GPU; what "
+        "it has is skipped; flags given besides are added to each",
+    )
     cache: str = setting("cache", "--finetune: folder of prepared data")
     preset: str = setting("demo", "sizes", tuple(train.PRESETS))
     batch_size: int = setting(32, "rows", "[1, 1e6]")
     block_size: int = setting(64, "tokens a row", "[4, 1e5]")
-    mask_rate: float = setting(.15, "of mlm", "(0, 1)")
+    mask_rate: float = setting(0.15, "of mlm", "(0, 1)")
     pairs: int = setting(15, "steps of each that are timed", "[2, 1e6]")
     warmup: int = setting(3, "steps of each before", "[0, 1e6]")
     device: str | None = DEVICE
@@ -149,8 +158,13 @@ class BenchConfig:
 
     @property
     def shape(self):
-        return pick_fields(EncoderConfig, self.training, pe=self.pe, max_len=self.block_size,
-                           vocab_size=8192 if self.training.tokenizer == "bpe" else 50265)
+        return pick_fields(
+            EncoderConfig,
+            self.training,
+            pe=self.pe,
+            max_len=self.block_size,
+            vocab_size=8192 if self.training.tokenizer == "bpe" else 50265,
+        )
 
     def rows(self):
         """Random words between [CLS] and [SEP] -> (B, L). RoBERTa's own specials are 0 .. 3."""
@@ -171,12 +185,13 @@ class BenchConfig:
         return model
 
     def n_parameters(self):
-        with torch.device("meta"):      # no memory, no time
+        with torch.device("meta"):  # no memory, no time
             return sum(p.numel() for p in self.build().parameters())
 
 
 # --------------------------------------------------------------------------------------------------
 # What is measured
+
 
 class FullMLM(MLM):
     """mlm_full: one softmax over the vocabulary at every token: what P0's cost argument is about,
@@ -195,12 +210,16 @@ def build_hf(cfg, kind="RobertaForMaskedLM"):
     """transformers' RoBERTa of the same sizes. Its positions start at 2, and it has token types:
     one, here."""
     from hf import SHAPE, transformers  # seconds, and memory
+
     if transformers is None:
         raise ValueError("the peer needs transformers: pip install -r requirements-dev.txt")
     sizes = {theirs: getattr(cfg, ours) for ours, theirs in SHAPE.items()}
     config = transformers.RobertaConfig(
-        **sizes, max_position_embeddings=cfg.max_len + 2, type_vocab_size=1,
-        attn_implementation="sdpa")
+        **sizes,
+        max_position_embeddings=cfg.max_len + 2,
+        type_vocab_size=1,
+        attn_implementation="sdpa",
+    )
     return getattr(transformers, kind)(config)
 
 
@@ -218,8 +237,7 @@ def learner(model, v):
     says in how many seconds."""
     device, dtype = v.machine
     parameters = list(model.to(device).train().parameters())
-    optimizer = train.make_optimizer(model, v.training,
-                                     torch.tensor(v.training.lr, device=device))
+    optimizer = train.make_optimizer(model, v.training, torch.tensor(v.training.lr, device=device))
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     def timed(losses):
@@ -229,8 +247,9 @@ def learner(model, v):
                 value = loss()
             scaler.scale(value).backward()
             step_or_skip(parameters, optimizer, scaler)
-        value.item()                    # a GPU is waited for
+        value.item()  # a GPU is waited for
         return perf_counter() - start
+
     return timed
 
 
@@ -239,13 +258,14 @@ def pretraining(v):
     torch.manual_seed(0)
     model, cfg = v.build(), v.shape
     net, tokens = model, v.rows().to(v.machine[0])
-    if v.compile:                       # a peer as its users do
+    if v.compile:  # a peer as its users do
         net = torch.compile(net) if v.peer else compiled(net, v.machine[0])
 
     def loss():
         if v.peer:
             return net(**collate(tokens, cfg, v.mask_rate)).loss
         return net(model.corrupt(tokens, 0))[0]
+
     return partial(learner(model, v), [loss])
 
 
@@ -254,11 +274,11 @@ def turns(v, steps):
     rounds = []
     for _ in range(v.warmup + v.pairs):
         rounds.append([step() for step in steps])
-    return list(zip(*rounds[v.warmup:]))
+    return list(zip(*rounds[v.warmup :]))
 
 
 def turns_of(*variants):
-    torch._dynamo.reset()               # graphs of those before count towards dynamo's limit
+    torch._dynamo.reset()  # graphs of those before count towards dynamo's limit
     return turns(variants[0], [*map(pretraining, variants)])
 
 
@@ -285,6 +305,7 @@ def peak_memory(v):
 # --------------------------------------------------------------------------------------------------
 # What it is held against
 
+
 def count(v, n_parameters=0):
     """{part: (operations, bytes moved)} of a step, as the docstring counts them; the heads of tc
     and nsp are left out."""
@@ -294,17 +315,18 @@ def count(v, n_parameters=0):
     slots = {"mlm": round(v.mask_rate * n), "mlm_full": L, "clm": L - 1}
     # Operations forward, and numbers that are kept for the way back.
     forward = {
-        "qkv and out": (8 * tokens * C ** 2, 6 * tokens * C),
+        "qkv and out": (8 * tokens * C**2, 6 * tokens * C),
         "feed-forward": (4 * tokens * C * F, 2 * tokens * (C + F)),
-        "attention": (4 * tokens * L * C, 0)}
+        "attention": (4 * tokens * L * C, 0),
+    }
     for name in spell_out(v.objective):
         if name in slots:
             forward["head"] = 2 * B * slots[name] * C * (C + V), B * slots[name] * V
         if name in of_kind("position"):
             classes = 2 if name == "pplm_binary" else 2 * L - 1
-            pairs = B * n ** 2
+            pairs = B * n**2
             psi = 2 * pairs * PAIR_HIDDEN * (cfg.n_head + classes)
-            scores = 4 * B * L * C ** 2 + 2 * B * L ** 2 * C
+            scores = 4 * B * L * C**2 + 2 * B * L**2 * C
             forward["pairs"] = scores + psi, pairs * classes
     parts = {"optimiser": (0, 36 * n_parameters)}
     for name, (operations, kept) in forward.items():
@@ -317,27 +339,30 @@ def ceilings(device, dtype):
     n = 8192 if device.type == "cuda" else 2048
     a = torch.randn(n, n, device=device, dtype=dtype)
     x, y = torch.ones(2, 8 * n * n, device=device)
-    product = min(repeat(lambda: (a @ a)[0, 0].item(), number=1))       # item() waits for a GPU
+    product = min(repeat(lambda: (a @ a)[0, 0].item(), number=1))  # item() waits for a GPU
     copy = min(repeat(lambda: y.copy_(x)[0].item(), number=1))
-    return 2 * n ** 3 / product, 2 * x.nbytes / copy
+    return 2 * n**3 / product, 2 * x.nbytes / copy
 
 
 # --------------------------------------------------------------------------------------------------
 # The tables. Each prints its rows, and yields them.
 
+
 def compare(variants, reference, key):
     """A row for each: its time over that of the reference, in turns with it; without one (--peer),
     its tokens/s over hf's."""
     for v in variants:
-        v.n_parameters()                # what cannot be built shows before anything is measured
-    peaks = [fresh(peak_memory, v) for v in variants]       # while this process is small
+        v.n_parameters()  # what cannot be built shows before anything is measured
+    peaks = [fresh(peak_memory, v) for v in variants]  # while this process is small
     keep_memory()
     device, dtype = variants[0].machine
     product, copy = ceilings(device, dtype)
     peak_rate = peak_flops(device) if dtype != torch.float32 else None
-    print(f"a matrix product: {product / 1e12:.2f} TFLOP/s, a copy: {copy / 1e9:.1f} GB/s\n"
-          f"{'':14}{'pe':19}{'objective':12}{'B x L':>10}{'ms/step':>9}{'tokens/s':>11}"
-          f"{'peak MB':>9}{'MFU':>6}{'x floor':>9}  ratio (middle half)")
+    print(
+        f"a matrix product: {product / 1e12:.2f} TFLOP/s, a copy: {copy / 1e9:.1f} GB/s\n"
+        f"{'':14}{'pe':19}{'objective':12}{'B x L':>10}{'ms/step':>9}{'tokens/s':>11}"
+        f"{'peak MB':>9}{'MFU':>6}{'x floor':>9}  ratio (middle half)"
+    )
     together = [] if reference else turns_of(*variants)
     for v, peak in zip(variants, peaks):
         if reference:
@@ -345,8 +370,11 @@ def compare(variants, reference, key):
             ratios = {f"ratio_to_{key}": middle_half(seconds, base)}
         else:
             seconds = together[variants.index(v)]
-            ratios = {f"speed_to_{other.name}".replace(" ", "_"): middle_half(theirs, seconds)
-                      for other, theirs in zip(variants, together) if other.peer}
+            ratios = {
+                f"speed_to_{other.name}".replace(" ", "_"): middle_half(theirs, seconds)
+                for other, theirs in zip(variants, together)
+                if other.peer
+            }
         ms, n_parameters = 1e3 * median(seconds), v.n_parameters()
         parts = count(v, n_parameters).values()
         floor = 1e3 * sum(max(n / product, size / copy) for n, size in parts)
@@ -355,15 +383,22 @@ def compare(variants, reference, key):
         row |= {
             "parameters": n_parameters,
             "parameters_added": n_parameters - replace(v, pe="none").n_parameters(),
-            "tokens_per_s": 1e3 * v.batch_size * v.block_size / ms, "ms_per_step": ms,
-            "peak_mem_mb": peak, "mfu": mfu, "over_floor": ms / floor}
+            "tokens_per_s": 1e3 * v.batch_size * v.block_size / ms,
+            "ms_per_step": ms,
+            "peak_mem_mb": peak,
+            "mfu": mfu,
+            "over_floor": ms / floor,
+        }
         text = ""
         for name, (low, middle, high) in ratios.items():
             row |= {f"{name}_low": low, name: middle, f"{name}_high": high}
             text += f"  {name} {middle:.2f} ({low:.2f} - {high:.2f})"
-        print(f"{v.name:14}{v.pe:19}{v.objective:12}{f'{v.batch_size} x {v.block_size}':>10}"
-              f"{ms:9.1f}{row['tokens_per_s']:11,.0f}{peak or 0:9,.0f}"
-              f"{f'{mfu:.0%}' if mfu else '-':>6}{ms / floor:9.1f}{text}", flush=True)
+        print(
+            f"{v.name:14}{v.pe:19}{v.objective:12}{f'{v.batch_size} x {v.block_size}':>10}"
+            f"{ms:9.1f}{row['tokens_per_s']:11,.0f}{peak or 0:9,.0f}"
+            f"{f'{mfu:.0%}' if mfu else '-':>6}{ms / floor:9.1f}{text}",
+            flush=True,
+        )
         yield row
 
 
@@ -377,7 +412,7 @@ def bench_data(v, files):
     with tempfile.TemporaryDirectory() as cache:
         fresh(timed_prepare, v, cache)
         for meta in Path(cache).glob("*/meta.json"):
-            meta.unlink()               # the tokenizer stays: now its training is not in the time
+            meta.unlink()  # the tokenizer stays: now its training is not in the time
         tokenize_s, peak = fresh(timed_prepare, v, cache)
         mb, start = 0, perf_counter()
         for file in files:
@@ -388,12 +423,21 @@ def bench_data(v, files):
         number = itertools.count()
         loader_ms = 10 * timeit(lambda: batches(next(number), v.batch_size), number=100)
     share = loader_ms / 1e3 / median(turns_of(v)[0])
-    print(f"{mb:,.0f} MB: decompressed at {mb / decompress_s:.1f} MB/s, with parsing and "
-          f"tokenising {mb / tokenize_s:.1f} MB/s, peak memory {peak:,.0f} MB\n"
-          f"the loader: {loader_ms:.2f} ms a batch of {v.batch_size} x {v.block_size}, "
-          f"{share:.2%} of a step")
-    yield {"name": "data", "mb": mb, "decompress_s": decompress_s, "tokenize_s": tokenize_s,
-           "peak_mem_mb": peak, "loader_ms": loader_ms, "loader_share": share}
+    print(
+        f"{mb:,.0f} MB: decompressed at {mb / decompress_s:.1f} MB/s, with parsing and "
+        f"tokenising {mb / tokenize_s:.1f} MB/s, peak memory {peak:,.0f} MB\n"
+        f"the loader: {loader_ms:.2f} ms a batch of {v.batch_size} x {v.block_size}, "
+        f"{share:.2%} of a step"
+    )
+    yield {
+        "name": "data",
+        "mb": mb,
+        "decompress_s": decompress_s,
+        "tokenize_s": tokenize_s,
+        "peak_mem_mb": peak,
+        "loader_ms": loader_ms,
+        "loader_share": share,
+    }
 
 
 def bench_finetune(v):
@@ -401,19 +445,22 @@ def bench_finetune(v):
     the batches of the former. A round is ten batches of each in turn."""
     corpus = data.prepare("docs", "bpe", v.cache)
     cfg = replace(v.shape, vocab_size=corpus.vocab_size, max_len=128)
-    start = {"config": vars(cfg), "tokenizer": data.encoding_arguments(corpus.tokenizer),
-             "model": {}}
+    start = {
+        "config": vars(cfg),
+        "tokenizer": data.encoding_arguments(corpus.tokenizer),
+        "model": {},
+    }
     ours = finetune.make_model(start, "sst2", 128, 0)
     hf = build_hf(cfg, "RobertaForSequenceClassification")
     flags = finetune.parse_args(["--task", "sst2", "--data_dir", v.finetune])
     rows, _ = finetune.encode_rows(ours, finetune.read_split("sst2", flags, "train")["sst2"])
     groups = list(finetune.batches(rows, v.batch_size, np.random.default_rng(0)))
-    rows.append(([cfg.pad_id] * 128, 0))        # the last one, -1, makes a batch so wide
+    rows.append(([cfg.pad_id] * 128, 0))  # the last one, -1, makes a batch so wide
 
     def batch(group):
         return finetune.collate(rows, group, cfg.pad_id, v.machine[0])
 
-    def peer(group):                    # RoBERTa's own pad id is 1, from which it counts positions
+    def peer(group):  # RoBERTa's own pad id is 1, from which it counts positions
         tokens, _, labels = batch(group)
         padded = tokens == cfg.pad_id
         return hf(tokens.masked_fill(padded, 1), (~padded).long(), labels=labels).loss
@@ -422,22 +469,34 @@ def bench_finetune(v):
         timed, order = learner(model, v), itertools.cycle(groups)
         return lambda: timed([partial(loss, next(order)) for _ in range(10)])
 
-    seconds = turns(v, [
-        ten_steps(ours, lambda group: ours.loss(*batch(group))),
-        ten_steps(ours, lambda group: ours.loss(*(x[:-1] for x in batch([*group, -1])))),
-        ten_steps(hf, peer)])
-    print(f"SST-2, batch {v.batch_size}\n{'':16}{'ms a batch':>10}  time, over that by length "
-          "(middle half)")
+    seconds = turns(
+        v,
+        [
+            ten_steps(ours, lambda group: ours.loss(*batch(group))),
+            ten_steps(ours, lambda group: ours.loss(*(x[:-1] for x in batch([*group, -1])))),
+            ten_steps(hf, peer),
+        ],
+    )
+    print(
+        f"SST-2, batch {v.batch_size}\n{'':16}{'ms a batch':>10}  time, over that by length "
+        "(middle half)"
+    )
     for name, each in zip(("by length", "padded to 128", "hf"), seconds):
         low, middle, high = middle_half(each, seconds[0])
         ms = 100 * median(each)
         print(f"{name:16}{ms:10.1f}  {middle:.2f} ({low:.2f} - {high:.2f})")
-        yield {"name": f"finetune {name}", "ms_per_batch": ms, "ratio_low": low, "ratio": middle,
-               "ratio_high": high}
+        yield {
+            "name": f"finetune {name}",
+            "ms_per_batch": ms,
+            "ratio_low": low,
+            "ratio": middle,
+            "ratio_high": high,
+        }
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
+
 
 def names_of(args):
     """--pe and --objective -> two lists of names."""
@@ -459,7 +518,7 @@ def table(args, given):
             tables |= without
     asked = given.keys() & tables
     for name, names in (("pe", pes), ("objective", tasks)):
-        if names[1:] and not (args.lower or args.agree):        # which take all pairs of them
+        if names[1:] and not (args.lower or args.agree):  # which take all pairs of them
             asked.add(name)
     if len(asked) > 1:
         raise ValueError(f"--{' and --'.join(sorted(asked))} do not go together: a table at a time")
@@ -474,7 +533,7 @@ def table(args, given):
     if args.agree:
         return gpu.agree(variants)
     if args.lower:
-        gpu.pretend()                   # may start this program anew: nothing was printed yet
+        gpu.pretend()  # may start this program anew: nothing was printed yet
         if args.peer:
             variants.append(peer)
         return gpu.lower(variants, args.lower, collate)
@@ -513,7 +572,7 @@ def main(argv=None):
     args, given = parse_args(argv)
     rows = []
     with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
-        lines = table(args, given)      # measures nothing yet
+        lines = table(args, given)  # measures nothing yet
         if args.json:
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         device, dtype = args.machine

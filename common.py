@@ -26,12 +26,13 @@ import torch
 try:
     import fcntl  # locks
     import resource  # peak memory on a CPU
-except ImportError:     # Windows has neither
+except ImportError:  # Windows has neither
     fcntl = resource = None
 
 
 # --------------------------------------------------------------------------------------------------
 # Settings
+
 
 def setting(default, help="", allowed=None):
     """A field of a configuration that is also a flag.
@@ -44,8 +45,11 @@ def setting(default, help="", allowed=None):
 
 # Flags of every program that computes.
 DEVICE = setting(None, "default: cuda, else mps, else cpu", ("cpu", "cuda", "mps"))
-DTYPE = setting(None, "of matrix products (default: what the device does best)",
-                ("float32", "bfloat16", "float16"))
+DTYPE = setting(
+    None,
+    "of matrix products (default: what the device does best)",
+    ("float32", "bfloat16", "float16"),
+)
 
 
 def check_settings(config):
@@ -91,9 +95,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, script, doc, epilog=None):
         def style(prog):
             return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
-        super().__init__(usage=f"python {script} [flags]", description=doc, epilog=epilog,
-                         formatter_class=style, allow_abbrev=False)
-        for stream in (sys.stdout, sys.stderr):         # a name may have bytes that are no UTF-8
+
+        super().__init__(
+            usage=f"python {script} [flags]",
+            description=doc,
+            epilog=epilog,
+            formatter_class=style,
+            allow_abbrev=False,
+        )
+        for stream in (sys.stdout, sys.stderr):  # a name may have bytes that are no UTF-8
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
 
@@ -105,7 +115,7 @@ class Parser(argparse.ArgumentParser):
             help, allowed = field.metadata.get("help"), field.metadata.get("allowed")
             if not help:
                 continue
-            kind = getattr(field.type, "__args__", (field.type,))[0]    # int | None -> int
+            kind = getattr(field.type, "__args__", (field.type,))[0]  # int | None -> int
             options = {"default": argparse.SUPPRESS}
             if field.type is bool:
                 options["action"] = "store_true"
@@ -128,6 +138,7 @@ class Parser(argparse.ArgumentParser):
 
 # --------------------------------------------------------------------------------------------------
 # Errors
+
 
 def short(message):
     """One line, in which nothing that was given takes more than 200 characters."""
@@ -178,10 +189,14 @@ def leave(code):
 # --------------------------------------------------------------------------------------------------
 # Devices
 
+
 def pick_device(name=None):
     """-> torch.device of this process. Raises ValueError if it is not there, or has no kernels."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-             "cpu": True}
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     found = [kind for kind in there if there[kind]]
     name = name or found[0]
     if name not in found:
@@ -190,17 +205,21 @@ def pick_device(name=None):
         return torch.device(name)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if device.index >= (n := torch.cuda.device_count()):
-        raise ValueError(f"process {device.index + 1} of this machine finds {n} GPUs: "
-                         f"--nproc_per_node {n} at most")
+        raise ValueError(
+            f"process {device.index + 1} of this machine finds {n} GPUs: "
+            f"--nproc_per_node {n} at most"
+        )
     torch.cuda.set_device(device)
     # cuDNN's attention gives NaN in q's gradient under some masks (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
     major, minor = torch.cuda.get_device_capability()
     if not has_kernels(major, minor, torch.cuda.get_arch_list()):
         card = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
-        raise ValueError(f"this torch ({torch.__version__}) has no kernels for {card}; for a V100: "
-                         "pip install --force-reinstall 'torch>=2.10,<2.14' "
-                         "--index-url https://download.pytorch.org/whl/cu126")
+        raise ValueError(
+            f"this torch ({torch.__version__}) has no kernels for {card}; for a V100: "
+            "pip install --force-reinstall 'torch>=2.10,<2.14' "
+            "--index-url https://download.pytorch.org/whl/cu126"
+        )
     return device
 
 
@@ -214,7 +233,7 @@ def has_kernels(major, minor, built):
         a, b = map(int, version)
         if (a, b) <= (major, minor) and (a == major or kind == "compute"):
             return True
-    return not found                    # ROCm names its own otherwise
+    return not found  # ROCm names its own otherwise
 
 
 def pick_dtype(device, name=None):
@@ -244,6 +263,7 @@ def can_compile(device):
     """Is there what torch.compile needs: Triton and a C compiler, or a C++ compiler?"""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
+
         return has_triton() and shutil.which(os.environ.get("CC", "gcc")) is not None
     return any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl")))
 
@@ -256,15 +276,17 @@ def keep_memory():
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):            # glibc
-            libc.mallopt(-3, 1 << 30)           # M_MMAP_THRESHOLD
-            libc.mallopt(-1, (1 << 31) - 1)     # M_TRIM_THRESHOLD
+        if hasattr(libc, "mallopt"):  # glibc
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+            libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 # Dense 16-bit matrix operations a second, by the vendors' sheets. The first name that fits counts.
+# fmt: off
 PEAKS = {"Laptop": None, "Ti": None, "4090 D": None, "H100 PCIe": 756e12, "H100 NVL": 835e12,
          "V100 PCIE": 112e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
          "4090": 165e12, "3090": 71e12, "V100": 125e12, "A10": 125e12, "L4": 121e12, "T4": 65e12}
+# fmt: on
 
 
 def peak_flops(device):
@@ -278,10 +300,10 @@ def peak_flops(device):
 def peak_memory_mb(device):
     """None on Windows."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2 ** 20
+        return torch.cuda.max_memory_allocated(device) / 2**20
     if resource:
         kilo = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return kilo / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
+        return kilo / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def check_memory(n_parameters, device):
@@ -294,14 +316,17 @@ def check_memory(n_parameters, device):
         return
     if 16 * n_parameters > there:
         need = f"{n_parameters / 1e9:,.1f} G parameters take {16 * n_parameters / 1e9:,.0f} GB"
-        raise ValueError(f"{need} to train, and this machine has {there / 1e9:,.0f}: lower "
-                         "--d_model, --d_ff, --n_layer or --block_size")
+        raise ValueError(
+            f"{need} to train, and this machine has {there / 1e9:,.0f}: lower "
+            "--d_model, --d_ff, --n_layer or --block_size"
+        )
 
 
 def git_commit():
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent,
-                             capture_output=True, text=True)
+        git = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
         return git.stdout.strip()
     except OSError:
         return ""
@@ -324,17 +349,20 @@ class Signals:
 # --------------------------------------------------------------------------------------------------
 # Files
 
+
 def write_json(file, value):
     write_aside(file, lambda handle: handle.write(json.dumps(value).encode()))
 
 
 def write_torch(file, value, previous=None):
     """torch.save, aside; what was there stays as `previous`, if that is named."""
+
     def save(handle):
         try:
             torch.save(value, handle)
-        except RuntimeError as error:       # what torch makes of a full disk
+        except RuntimeError as error:  # what torch makes of a full disk
             raise OSError(f"{file} cannot be written: {error}") from None
+
     write_aside(file, save, previous)
 
 
@@ -348,7 +376,7 @@ def write_aside(file, write, previous=None):
             handle.flush()
             os.fsync(handle.fileno())
         if previous and file.exists():
-            second_name(file, link)         # a link, so that the file itself never goes away
+            second_name(file, link)  # a link, so that the file itself never goes away
             os.replace(link, previous)
         os.replace(aside, file)
     finally:
@@ -369,7 +397,7 @@ def read_json(file, **kinds):
     """-> the object in a JSON file, of which these keys have these types. Raises ValueError."""
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except ValueError as error:             # not UTF-8, or not JSON
+    except ValueError as error:  # not UTF-8, or not JSON
         raise ValueError(f"{file} is damaged ({error})") from None
     for key, kind in kinds.items():
         if not isinstance(found, dict) or not isinstance(found.get(key), kind):
@@ -395,15 +423,17 @@ def lock(folder):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is training in {folder}: wait for it, or name "
-                             "another --out_dir") from None
-        except OSError as error:            # some network file systems have no locks
+            raise ValueError(
+                f"another process is training in {folder}: wait for it, or name another --out_dir"
+            ) from None
+        except OSError as error:  # some network file systems have no locks
             print(f"no lock on {folder} ({error}): do not start a second run there")
     return handle
 
 
 # --------------------------------------------------------------------------------------------------
 # Checkpoints
+
 
 def read_checkpoint(path) -> dict:
     """A run folder or a checkpoint file -> its dictionary, weights on the CPU.
@@ -417,14 +447,16 @@ def read_checkpoint(path) -> dict:
         raise FileNotFoundError(f"no checkpoint at {file}")
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:      # a truncated archive, a foreign file, code that is refused
+    except Exception as error:  # a truncated archive, a foreign file, code that is refused
         older = file.with_name("ckpt_prev.pt")
         hint = f"; the one before it is {older}" if older.exists() and older != file else ""
-        raise ValueError(f"{file} is not a readable checkpoint ({type(error).__name__})"
-                         f"{hint}") from None
+        raise ValueError(
+            f"{file} is not a readable checkpoint ({type(error).__name__}){hint}"
+        ) from None
     if not isinstance(found, dict) or not {"config", "model", "tokenizer"} <= set(found):
-        raise ValueError(f"{file} is not a checkpoint of this project (it has no config, model and "
-                         "tokenizer)")
+        raise ValueError(
+            f"{file} is not a checkpoint of this project (it has no config, model and tokenizer)"
+        )
     return found
 
 
@@ -432,8 +464,10 @@ def newest_run():
     """Folder of the newest checkpoint under out/. Raises FileNotFoundError."""
     found = max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default=None)
     if found is None:
-        raise FileNotFoundError("no checkpoint under out/: pre-train one first (python train.py), "
-                                "or name one with --ckpt")
+        raise FileNotFoundError(
+            "no checkpoint under out/: pre-train one first (python train.py), "
+            "or name one with --ckpt"
+        )
     return str(found.parent)
 
 
@@ -459,15 +493,22 @@ def warm_start(module, checkpoint, path) -> dict:
     given, own = checkpoint["model"], module.state_dict()
     old, new = checkpoint["config"], dataclasses.asdict(module.encoder.config)
     fixed = sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"})
-    differ = [f"{key} is {old[key]} there and {new[key]} here"
-              for key in fixed if old.get(key, new[key]) != new[key]]
+    differ = [
+        f"{key} is {old[key]} there and {new[key]} here"
+        for key in fixed
+        if old.get(key, new[key]) != new[key]
+    ]
     if differ:
-        raise ValueError(f"{path}: {', '.join(differ)}; only the positional scheme, the objective "
-                         "and a larger --block_size may differ")
+        raise ValueError(
+            f"{path}: {', '.join(differ)}; only the positional scheme, the objective "
+            "and a larger --block_size may differ"
+        )
     old_len, more = old["max_len"], new["max_len"] - old["max_len"]
     if more < 0:
-        raise ValueError(f"{path} has rows of {old_len}; --block_size {new['max_len']} would cut "
-                         f"them: take at least {old_len}")
+        raise ValueError(
+            f"{path} has rows of {old_len}; --block_size {new['max_len']} would cut "
+            f"them: take at least {old_len}"
+        )
     done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
     for key, fresh in own.items():
         sizes = list(zip(given[key].shape, fresh.shape)) if key in given else []
@@ -477,7 +518,7 @@ def warm_start(module, checkpoint, path) -> dict:
         elif more and sizes and all(b - a in (0, more, 2 * more) for a, b in sizes):
             grow(fresh, given[key], old_len, more)
             done["grown"].append(key)
-        else:                               # not there, or a head with other classes
+        else:  # not there, or a head with other classes
             done["new"].append(key)
     return done
 
@@ -489,7 +530,7 @@ def grow(fresh, trained, old_len, more):
     index = []
     for old, new in zip(trained.shape, fresh.shape):
         rows = torch.arange(old)
-        if new - old == 2 * more:           # class = offset + L - 1
+        if new - old == 2 * more:  # class = offset + L - 1
             rows += more
         elif new > old:
             rows[old_len:] += more

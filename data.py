@@ -54,35 +54,31 @@ import tiktoken
 import torch
 from tqdm import tqdm  # comes with datasets
 
-from common import (
-    Parser,
-    check_settings,
-    one_line_errors,
-    read_json,
-    setting,
-    write_json,
-)
+from common import Parser, check_settings, one_line_errors, read_json, setting, write_json
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-BPE_IDS = 8184                  # + 8 specials = 8192
-BPE_SAMPLE = 50_000_000         # characters of text that the BPE is trained on
-BPE_WORD = 1000                 # longer words do not count: each merge would walk through them
+BPE_IDS = 8184  # + 8 specials = 8192
+BPE_SAMPLE = 50_000_000  # characters of text that the BPE is trained on
+BPE_WORD = 1000  # longer words do not count: each merge would walk through them
 SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare2]", "[spare3]")
-PIECE = 100_000                 # characters tokenized at once: bounds memory for endless lines
+PIECE = 100_000  # characters tokenized at once: bounds memory for endless lines
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
-AHEAD = 2_000_000               # characters read ahead of the tokenizer: bounds memory
-BOOKS_ROWS = 1000               # BookCorpus mirrors hold a sentence a row: so many make a document
-PATIENCE = 15                   # seconds in which the hub must answer
-EVAL_ROWS, EVAL_BATCH = 512, 32     # fixed rows on which every run is validated
+AHEAD = 2_000_000  # characters read ahead of the tokenizer: bounds memory
+BOOKS_ROWS = 1000  # BookCorpus mirrors hold a sentence a row: so many make a document
+PATIENCE = 15  # seconds in which the hub must answer
+EVAL_ROWS, EVAL_BATCH = 512, 32  # fixed rows on which every run is validated
 
 
 @dataclass
 class DataConfig:
     """Where text comes from; all fields are flags."""
-    dataset: str = setting("docs", "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), or a "
-                           "hub name[:config]")
-    tokenizer: str = setting("bpe", "bpe: trained on the corpus; gpt2: through tiktoken",
-                             ("bpe", "gpt2"))
+
+    dataset: str = setting(
+        "docs", "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), or a hub name[:config]"
+    )
+    tokenizer: str = setting(
+        "bpe", "bpe: trained on the corpus; gpt2: through tiktoken", ("bpe", "gpt2")
+    )
     text_column: str = setting("text", "the column that holds the text")
     books_dataset: str = setting("SamuelYang/bookcorpus", "hub mirror of BookCorpus for wikibooks")
     cache: str = setting("cache", "folder for prepared data")
@@ -93,12 +89,13 @@ class DataConfig:
 @dataclass
 class Source:
     """Where documents come from."""
-    name: str                       # a folder's name in the cache, unique to the content
-    about: dict                     # what stands in meta.json
-    parts: callable                 # -> [(function -> iterator of texts, their size or 0)]; called
+
+    name: str  # a folder's name in the cache, unique to the content
+    about: dict  # what stands in meta.json
+    parts: callable  # -> [(function -> iterator of texts, their size or 0)]; called
     #                                 only when there is work to do: the hub needs the network
-    val_every: int = 50             # every n-th document is for validation
-    docs: list | None = None        # [(library, text)]: finetune.py --task docs reads docs.json
+    val_every: int = 50  # every n-th document is for validation
+    docs: list | None = None  # [(library, text)]: finetune.py --task docs reads docs.json
 
 
 def find_source(dataset, text_column, books):
@@ -109,13 +106,15 @@ def find_source(dataset, text_column, books):
     if dataset == "docs":
         return docs_source()
     name = os.path.expanduser(dataset)
-    found = glob.glob(name, recursive=True) or [name]       # which may have brackets
+    found = glob.glob(name, recursive=True) or [name]  # which may have brackets
     if files := sorted(f for f in found if os.path.isfile(f) and os.path.getsize(f)):
         return files_source(files, text_column)
     a_file = Path(dataset).suffix in (*READERS, *OPENERS)
     if a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
-        raise FileNotFoundError(f"no file with text in it matches {dataset!r}; --dataset takes "
-                                "docs, wikibooks, 'path/*.jsonl' or the name of a hub data set")
+        raise FileNotFoundError(
+            f"no file with text in it matches {dataset!r}; --dataset takes "
+            "docs, wikibooks, 'path/*.jsonl' or the name of a hub data set"
+        )
     return hub_source(dataset, text_column, books)
 
 
@@ -125,6 +124,7 @@ def short_hash(text):
 
 # --------------------------------------------------------------------------------------------------
 # Documents: the docs corpus
+
 
 def docs_source():
     found = docs_documents()
@@ -148,6 +148,7 @@ def docs_documents():
                 if len(text) >= 100:
                     found.setdefault(text, library)
     from pydoc_data.topics import topics  # the language reference, as text
+
     for text in topics.values():
         found.setdefault(text, "python")
     return found
@@ -165,7 +166,7 @@ def docstrings(file):
     so; of add_docstr_all, which has a name before the text, the name: too short to be kept)."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):           # a template, or a test for bad syntax
+    except (SyntaxError, ValueError):  # a template, or a test for bad syntax
         return
     for node in ast.walk(tree):
         texts = []
@@ -194,7 +195,7 @@ def files_source(files, text_column):
     for file in files:
         stat = os.stat(file)
         stats.append((os.path.basename(file), stat.st_size, stat.st_mtime_ns))
-        ratio = 3.5 if Path(file).suffix in (*OPENERS, ".parquet") else 1   # of compressed English
+        ratio = 3.5 if Path(file).suffix in (*OPENERS, ".parquet") else 1  # of compressed English
         parts.append((partial(file_documents, file, text_column), ratio * stat.st_size))
     about = {"files": [name for name, *_ in stats], "text_column": text_column}
     digest = short_hash(json.dumps([stats, text_column]))
@@ -206,11 +207,14 @@ def file_documents(file, text_column):
     path = Path(file)
     kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
     if kind not in READERS:
-        raise ValueError(f"{file}: unknown kind of file; known are {', '.join(READERS)}, each also "
-                         "with .gz, .xz or .bz2")
+        raise ValueError(
+            f"{file}: unknown kind of file; known are {', '.join(READERS)}, each also "
+            "with .gz, .xz or .bz2"
+        )
     newline = "" if kind == ".csv" else None
-    with OPENERS.get(path.suffix, open)(file, "rt", encoding="utf-8-sig", errors="replace",
-                                        newline=newline) as handle:
+    with OPENERS.get(path.suffix, open)(
+        file, "rt", encoding="utf-8-sig", errors="replace", newline=newline
+    ) as handle:
         yield from column(READERS[kind](handle), text_column, file)
 
 
@@ -235,22 +239,31 @@ def json_rows(handle):
 
 def parquet_rows(handle):
     import pyarrow.parquet  # comes with datasets
+
     for batch in pyarrow.parquet.ParquetFile(handle.buffer).iter_batches(1000):
         yield from batch.to_pylist()
 
 
-READERS = {".txt": text_rows, ".md": text_rows, ".json": json_rows, ".jsonl": json_rows,
-           ".csv": csv.DictReader, ".parquet": parquet_rows}
-csv.field_size_limit(2 ** 31 - 1)       # a document may be longer than 131,072 characters
+READERS = {
+    ".txt": text_rows,
+    ".md": text_rows,
+    ".json": json_rows,
+    ".jsonl": json_rows,
+    ".csv": csv.DictReader,
+    ".parquet": parquet_rows,
+}
+csv.field_size_limit(2**31 - 1)  # a document may be longer than 131,072 characters
 
 
 def readable(rows, where):
     """The same rows; raises ValueError where they break off."""
     try:
         yield from rows
-    except Exception as error:      # decompressors, parsers, datasets and networks have many kinds
-        raise ValueError(f"{where} cannot be read, it is damaged or of another kind: "
-                         f"{type(error).__name__}: {error}") from None
+    except Exception as error:  # decompressors, parsers, datasets and networks have many kinds
+        raise ValueError(
+            f"{where} cannot be read, it is damaged or of another kind: "
+            f"{type(error).__name__}: {error}"
+        ) from None
 
 
 def column(rows, name, where):
@@ -259,8 +272,10 @@ def column(rows, name, where):
     rows = readable(rows, where)
     first = list(itertools.islice(rows, 100))
     if first and all(isinstance(row, dict) and name not in row for row in first):
-        raise ValueError(f"{where} has no column {name!r}, only {', '.join(map(str, first[0]))}: "
-                         "name one with --text_column")
+        raise ValueError(
+            f"{where} has no column {name!r}, only {', '.join(map(str, first[0]))}: "
+            "name one with --text_column"
+        )
     for row in itertools.chain(first, rows):
         text = row.get(name) if isinstance(row, dict) else row
         if isinstance(text, str):
@@ -270,6 +285,7 @@ def column(rows, name, where):
 # --------------------------------------------------------------------------------------------------
 # Documents: the hub, through `datasets`
 
+
 def hub_source(dataset, text_column, books):
     name, _, config = dataset.partition(":")
     hub = [(name, config or None, 1)]
@@ -277,30 +293,37 @@ def hub_source(dataset, text_column, books):
         hub = [("wikimedia/wikipedia", "20231101.en", 1), (books, None, BOOKS_ROWS)]
     about = {"hub": hub, "text_column": text_column}
     slug, digest = re.sub(r"\W+", "-", dataset), short_hash(json.dumps([hub, text_column]))
-    return Source(f"hub-{slug}-{digest}", about,
-                  lambda: [hub_part(*each, text_column) for each in hub])
+    return Source(
+        f"hub-{slug}-{digest}", about, lambda: [hub_part(*each, text_column) for each in hub]
+    )
 
 
 def hub_part(name, config, join, text_column):
     """A data set of the hub, streamed. Says beforehand what will be downloaded."""
     from datasets import load_dataset, load_dataset_builder
     from huggingface_hub import HfApi, constants
+
     try:
         if not (os.path.isdir(name) or constants.HF_HUB_OFFLINE):
             in_time(HfApi().dataset_info, name)
         info = load_dataset_builder(name, config).info
     except Exception as error:
-        raise ValueError(f"cannot open the hub data set {name!r} ({type(error).__name__}): is the "
-                         "name right and the network there? --dataset docs needs no network, "
-                         "--dataset 'path/*.jsonl' takes files") from None
+        raise ValueError(
+            f"cannot open the hub data set {name!r} ({type(error).__name__}): is the "
+            "name right and the network there? --dataset docs needs no network, "
+            "--dataset 'path/*.jsonl' takes files"
+        ) from None
     text, download = info.dataset_size or 0, info.download_size or 0
-    print(f"{name}: {download / 1e9:.1f} GB to stream, {text / 1e9:.1f} GB of text; on disk as "
-          f"tokens about {text / 2.2e9:.1f} GB; at 10 MB/s {text / 1e7 / 60:.0f} minutes")
+    print(
+        f"{name}: {download / 1e9:.1f} GB to stream, {text / 1e9:.1f} GB of text; on disk as "
+        f"tokens about {text / 2.2e9:.1f} GB; at 10 MB/s {text / 1e7 / 60:.0f} minutes"
+    )
 
     def documents():
         rows = load_dataset(name, config, split="train", streaming=True)
         texts = column(rows, text_column, name)
         return texts if join == 1 else iter(lambda: "\n".join(itertools.islice(texts, join)), "")
+
     return documents, text
 
 
@@ -313,6 +336,7 @@ def in_time(function, *args):
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizer
+
 
 def train_bpe(words, n_ids):
     """Byte-level byte-pair encoding (Sennrich 2016) -> tokens in order of rank: 256 bytes, then the
@@ -343,9 +367,9 @@ def train_bpe(words, n_ids):
         changed.clear()
         count, left, right = heapq.heappop(heap)
         pair, merged = char[left] + char[right], left + right
-        if not count or -count != count_of[pair]:      # it has changed: there is another entry
+        if not count or -count != count_of[pair]:  # it has changed: there is another entry
             continue
-        if merged not in char:                  # another split of the same bytes may have made it
+        if merged not in char:  # another split of the same bytes may have made it
             char[merged] = chr(len(ranks))
             ranks.append(merged)
             bar.update()
@@ -371,8 +395,10 @@ def bpe_state(parts):
     # A tiny corpus: fill up, so that the specials' ids do not move.
     ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]
     longest = [repr(token.decode("utf-8", "replace")) for token in sorted(ranks, key=len)[-4:]]
-    print(f"bpe: {BPE_IDS:,} ids from {len(words):,} different words; the longest: "
-          f"{', '.join(longest)}")
+    print(
+        f"bpe: {BPE_IDS:,} ids from {len(words):,} different words; the longest: "
+        f"{', '.join(longest)}"
+    )
     return tokenizer_state("bpe", GPT2_PATTERN, ranks)
 
 
@@ -381,9 +407,11 @@ def gpt2_state():
     try:
         gpt2 = in_time(tiktoken.get_encoding, "gpt2")
     except Exception as error:
-        raise ValueError(f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): "
-                         "--tokenizer bpe needs no network, or set TIKTOKEN_CACHE_DIR to a folder "
-                         "in which tiktoken once stored it") from None
+        raise ValueError(
+            f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): "
+            "--tokenizer bpe needs no network, or set TIKTOKEN_CACHE_DIR to a folder "
+            "in which tiktoken once stored it"
+        ) from None
     return tokenizer_state("gpt2", gpt2._pat_str, gpt2._mergeable_ranks, "<|endoftext|>")
 
 
@@ -403,17 +431,21 @@ def encoding_arguments(state):
     """The arguments of tiktoken.Encoding; checkpoints hold them, so a run is usable without its
     corpus."""
     ranks = {token.encode("latin-1"): rank for rank, token in enumerate(state["ranks"])}
-    return {"name": state["name"], "pat_str": state["pattern"], "mergeable_ranks": ranks,
-            "special_tokens": state["specials"]}
+    return {
+        "name": state["name"],
+        "pat_str": state["pattern"],
+        "mergeable_ranks": ranks,
+        "special_tokens": state["specials"],
+    }
 
 
 def pieces(text):
     """Cut a long document at white space, so that no single call to the tokenizer is large."""
     start = 0
     while len(text) - start > PIECE:
-        window = text[start + 1:start + PIECE]
+        window = text[start + 1 : start + PIECE]
         cut = max(window.rfind(" "), window.rfind("\n")) + 1 or PIECE
-        yield text[start:start + cut]
+        yield text[start : start + cut]
         start += cut
     yield text[start:]
 
@@ -421,12 +453,14 @@ def pieces(text):
 # --------------------------------------------------------------------------------------------------
 # Tokens on disk
 
+
 @dataclass
 class Corpus:
     """A prepared corpus: two token streams as memory maps, the tokenizer, and the facts."""
+
     folder: Path
     meta: dict
-    tokenizer: dict             # its state; see tokenizer_state
+    tokenizer: dict  # its state; see tokenizer_state
     train: np.ndarray
     val: np.ndarray
 
@@ -442,16 +476,18 @@ class Corpus:
         file was damaged under the run."""
         stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
         V = self.meta["vocab_size"]
-        if os.path.getsize(file) < stream.nbytes:       # reading on would be a SIGBUS
-            raise OSError(f"{file} was cut short under the run: delete {self.folder} and prepare "
-                          "it again")
-        whole = stream[:len(stream) // n * n].reshape(-1, n)
+        if os.path.getsize(file) < stream.nbytes:  # reading on would be a SIGBUS
+            raise OSError(
+                f"{file} was cut short under the run: delete {self.folder} and prepare it again"
+            )
+        whole = stream[: len(stream) // n * n].reshape(-1, n)
         out = np.empty((len(index), L), np.int64)
         out[:, 1:-1] = whole[index]
-        out[:, 0], out[:, -1] = V - 8, V - 6        # [CLS] .. [SEP]
+        out[:, 0], out[:, -1] = V - 8, V - 6  # [CLS] .. [SEP]
         if out.max(initial=0) >= V:
-            raise OSError(f"{file} has ids beyond the vocabulary: delete {self.folder} and prepare "
-                          "it again")
+            raise OSError(
+                f"{file} has ids beyond the vocabulary: delete {self.folder} and prepare it again"
+            )
         return out
 
 
@@ -467,12 +503,14 @@ class Batches:
         self.kept = np.arange(corpus.n_rows("train", L), dtype=np.uint32)
         if fraction < 1:
             order = np.random.default_rng(0).permutation(self.kept)
-            self.kept = np.sort(order[:round(fraction * len(order))])
+            self.kept = np.sort(order[: round(fraction * len(order))])
         self.n = len(self.kept)
         if self.n < 1 or corpus.n_rows("val", L) < 1:
-            raise ValueError(f"{corpus.folder} holds {len(corpus.train):,} tokens for training and "
-                             f"{len(corpus.val):,} for validation: too few for one row of {L}; "
-                             "take more text or a smaller --block_size")
+            raise ValueError(
+                f"{corpus.folder} holds {len(corpus.train):,} tokens for training and "
+                f"{len(corpus.val):,} for validation: too few for one row of {L}; "
+                "take more text or a smaller --block_size"
+            )
 
     def __call__(self, index, size):
         """The rows index * size .. (index + 1) * size of the endless sequence of epochs
@@ -487,8 +525,13 @@ class Batches:
         return self.corpus.rows("train", np.array(numbers), self.L)
 
 
-def prepare(dataset, tokenizer, cache, text_column=DataConfig.text_column,
-            books_dataset=DataConfig.books_dataset) -> Corpus:
+def prepare(
+    dataset,
+    tokenizer,
+    cache,
+    text_column=DataConfig.text_column,
+    books_dataset=DataConfig.books_dataset,
+) -> Corpus:
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError,
     OSError."""
     if dataset == "docs":
@@ -515,7 +558,7 @@ def prepared_docs(cache, tokenizer):
     """A prepared docs corpus of the very packages that are installed now, so that 25 s of reading
     are saved."""
     for file in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
-        with contextlib.suppress(ValueError, OSError):      # damaged: prepare sees it, if it counts
+        with contextlib.suppress(ValueError, OSError):  # damaged: prepare sees it, if it counts
             if read_json(file, source=dict)["source"].get("versions") == docs_versions():
                 return file.parent
 
@@ -525,12 +568,20 @@ def tokenize(source, parts, state, folder, dataset):
     'complete'."""
     encoding, sep = tiktoken.Encoding(**encoding_arguments(state)), state["specials"]["[SEP]"]
     lengths = {"train": 0, "val": 0}
-    meta = {"dataset": dataset, "source": source.about, "tokenizer": state["name"],
-            "documents": 0, "characters": 0, **determined(state, lengths)}
+    meta = {
+        "dataset": dataset,
+        "source": source.about,
+        "tokenizer": state["name"],
+        "documents": 0,
+        "characters": 0,
+        **determined(state, lengths),
+    }
     texts = itertools.chain.from_iterable(documents() for documents, _ in parts)
     total = sum(size for _, size in parts) or None
-    with (TemporaryDirectory(dir=folder) as aside,
-          tqdm(total=total, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}") as bar):
+    with (
+        TemporaryDirectory(dir=folder) as aside,
+        tqdm(total=total, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}") as bar,
+    ):
         files = {split: open(Path(aside, split), "wb") for split in lengths}
         for text, ids in encoded(filter(str.strip, texts), encoding):
             # The second one already is for validation.
@@ -542,14 +593,18 @@ def tokenize(source, parts, state, folder, dataset):
             meta["characters"] += len(text)
             bar.update(len(text))
         if 0 in lengths.values():
-            raise ValueError(f"{dataset}: {meta['documents']} documents with text in it; at least "
-                             "2 are needed, one to train on and one to validate on")
+            raise ValueError(
+                f"{dataset}: {meta['documents']} documents with text in it; at least "
+                "2 are needed, one to train on and one to validate on"
+            )
         for split, file in files.items():
             file.close()
             os.replace(file.name, folder / f"{split}.bin")
     write_json(folder / "meta.json", meta)
-    print(f"tokens: {meta['documents']:,} documents, {lengths['train']:,} tokens to train on, "
-          f"{lengths['val']:,} to validate on")
+    print(
+        f"tokens: {meta['documents']:,} documents, {lengths['train']:,} tokens to train on, "
+        f"{lengths['val']:,} to validate on"
+    )
     first = np.fromfile(folder / "train.bin", meta["dtype"], 24)
     print(f"the first ones: {encoding.decode(first.tolist())!r}")
 
@@ -571,6 +626,7 @@ def encoded(texts, encoding):
 # --------------------------------------------------------------------------------------------------
 # What is prepared already, and may be damaged
 
+
 def open_corpus(folder):
     """A prepared folder -> Corpus. Raises ValueError when it is damaged."""
     with one_remedy(folder):
@@ -578,7 +634,7 @@ def open_corpus(folder):
         meta, known = read_json(folder / "meta.json", tokens=dict), determined(state, lengths)
         for split in ("train", "val"):
             stream = np.memmap(folder / f"{split}.bin", known["dtype"], "r")
-            if stream[:10 ** 8].max() >= known["vocab_size"]:
+            if stream[: 10**8].max() >= known["vocab_size"]:
                 raise ValueError(f"{split}.bin has ids beyond the vocabulary")
             streams[split], lengths[split] = stream, len(stream)
         if meta | known != meta:
@@ -589,8 +645,12 @@ def open_corpus(folder):
 def determined(state, lengths):
     """What tokenizer.json and the lengths of the streams say: in meta.json, when all is whole."""
     vocab_size = len(state["ranks"]) + len(state["specials"])
-    return {"vocab_size": vocab_size, "dtype": "uint16" if vocab_size <= 65536 else "uint32",
-            "tokenizer_hash": state["hash"], "tokens": lengths}
+    return {
+        "vocab_size": vocab_size,
+        "dtype": "uint16" if vocab_size <= 65536 else "uint32",
+        "tokenizer_hash": state["hash"],
+        "tokens": lengths,
+    }
 
 
 def read_tokenizer(folder):
@@ -606,11 +666,11 @@ def one_remedy(folder):
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{folder} is damaged ({error}): delete it and prepare it "
-                         "again") from None
+        raise ValueError(f"{folder} is damaged ({error}): delete it and prepare it again") from None
 
 
 # --------------------------------------------------------------------------------------------------
+
 
 def validation_rows(corpus, n_rows, L):
     """At most n_rows of them, from all over, for documents are in order -> (n, L) int64."""
@@ -642,8 +702,10 @@ def main(argv=None):
     given = vars(parser.parse_args(argv))
     with one_line_errors():
         corpus = prepare(**vars(DataConfig(**given)))
-    print(f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M "
-          f"tokens to train on, {len(corpus.val) / 1e6:.2f} M to validate on")
+    print(
+        f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train) / 1e6:.1f} M "
+        f"tokens to train on, {len(corpus.val) / 1e6:.2f} M to validate on"
+    )
     flags = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]
     print("next: python train.py " + " ".join(flags))
 

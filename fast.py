@@ -71,9 +71,7 @@ def attention(q, k, v, bias, p, scale):
     """
     if bias is not None:
         bias = bias.contiguous()  # the kernel wants aligned rows, not InOrder's view
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, dropout_p=p, scale=scale
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
 
 
 class InOrder:
@@ -90,9 +88,7 @@ class InOrder:
     def rows(self, table):
         """(R, D), a row for each clipped offset -> (2L-1, D), a row for each offset."""
         r = torch.arange(1 - self.L, self.L, device=table.device)
-        return F.embedding(
-            r.clamp(-self.max_offset, self.max_offset) + self.max_offset, table
-        )
+        return F.embedding(r.clamp(-self.max_offset, self.max_offset) + self.max_offset, table)
 
     def strides(self, x):
         """Size, strides and offset of the view (B, H, L, L) of a contiguous (B, H, L, 2L-1)."""
@@ -146,9 +142,7 @@ def loss_in_chunks(head, x, target, weight, measure, predict, width):
     def sums(x, target, weight):
         logits = head(x).float()
         loss = measure(logits, target) * weight
-        right = (
-            (predict(logits) == target) * weight if predict else weight.new_zeros(())
-        )
+        right = (predict(logits) == target) * weight if predict else weight.new_zeros(())
         return torch.stack((loss.sum(), right.sum()))
 
     weight, size = weight.float(), max(1, CHUNK_BYTES // (4 * width))

@@ -64,11 +64,11 @@ from data import DOCS_LIBRARIES, encoding_arguments, prepare
 from fast import step_or_skip
 from model import Encoder, EncoderConfig, init_weights
 
-EVAL_TOKENS = 16384             # tokens of a batch when nothing is learned
-N_BEST = 20                     # SQuAD, as BERT has it: candidates of a question,
-MAX_ANSWER = 30                 # tokens of an answer
-MAX_QUESTION = 64               # and of a question
-HUB_SECONDS = 5                 # how long each of the hub's addresses may take to answer
+EVAL_TOKENS = 16384  # tokens of a batch when nothing is learned
+N_BEST = 20  # SQuAD, as BERT has it: candidates of a question,
+MAX_ANSWER = 30  # tokens of an answer
+MAX_QUESTION = 64  # and of a question
+HUB_SECONDS = 5  # how long each of the hub's addresses may take to answer
 LIBRARY_NAMES = re.compile(
     r"\b(python|pytorch|torch|numpy|np|pandas|pd|datasets?|hugging ?face)\b", re.IGNORECASE
 )
@@ -78,20 +78,21 @@ LIBRARY_NAMES = re.compile(
 # Metrics: (labels, predictions) -> float. Where one is not defined it is 0, so that no table holds
 # a NaN.
 
+
 def accuracy(labels, predictions):
     return np.mean(np.equal(labels, predictions))
 
 
 def f1_score(labels, predictions):
     """F1 of class 1; 0 where neither the labels nor the predictions hold it."""
-    ones = np.array([labels, predictions]) == 1             # (2, n)
+    ones = np.array([labels, predictions]) == 1  # (2, n)
     return 2 * ones.all(0).sum() / max(1, ones.sum())
 
 
 def pearson(labels, predictions):
     """Pearson correlation; 0 where one side is constant or not finite. Of two binary vectors it is
     Matthews'."""
-    x = np.array([labels, predictions], float)              # (2, n)
+    x = np.array([labels, predictions], float)  # (2, n)
     if not np.isfinite(x).all() or not np.ptp(x, 1).all():
         return 0.0
     return np.corrcoef(x)[0, 1]
@@ -120,57 +121,82 @@ def answer_f1(gold, text):
 def over_golds(score):
     """-> metric of lists of gold texts (none: no answer) and of texts: the best over a question's
     golds, then the mean."""
+
     def metric(labels, predictions):
         best = []
         for golds, text in zip(labels, predictions):
             golds = [gold for gold in map(normalise_answer, golds) if gold] or [""]
             best.append(max(score(gold, normalise_answer(text)) for gold in golds))
         return np.mean(best)
+
     return metric
 
 
 # --------------------------------------------------------------------------------------------------
 # Tasks and recipes
 
+
 class Task(NamedTuple):
     """Where a task's rows are, in the official files and on the hub, and how they are scored."""
-    folder: str                     # below --data_dir
-    texts: tuple                    # columns of the official files
-    classes: tuple = ("0", "1")     # as the official file writes them, in the hub's order
+
+    folder: str  # below --data_dir
+    texts: tuple  # columns of the official files
+    classes: tuple = ("0", "1")  # as the official file writes them, in the hub's order
     metrics: dict = {"accuracy": accuracy}
-    kind: str = "class"             # or score, span
+    kind: str = "class"  # or score, span
     label: str = "label"
-    hub: tuple = ()                 # the hub's columns, if they have other names
+    hub: tuple = ()  # the hub's columns, if they have other names
     repo: str = "nyu-mll/glue"
-    header: tuple | None = None     # of train.tsv and dev.tsv, where these have none
+    header: tuple | None = None  # of train.tsv and dev.tsv, where these have none
     # Name in the table, or of the file to submit -> the hub's split. Files say dev for validation.
     dev: dict = {"": "validation"}
-    test: dict = {"": "test"}       # unnamed: under the folder's name
+    test: dict = {"": "test"}  # unnamed: under the folder's name
     suffix: str = ".tsv"
 
     def score(self, labels, predictions):
-        return {name: float(metric(labels, predictions))
-                for name, metric in self.metrics.items()}
+        return {name: float(metric(labels, predictions)) for name, metric in self.metrics.items()}
 
 
 PAIR = ("sentence1", "sentence2")
 NLI, RTE = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
 F1 = {"accuracy": accuracy, "f1": f1_score}
-SQUAD = Task("squad", ("question", "context"), (), kind="span", repo="rajpurkar/squad",
-             metrics={"em": over_golds(eq), "f1": over_golds(answer_f1)},
-             suffix="-v1.1.json")
+SQUAD = Task(
+    "squad",
+    ("question", "context"),
+    (),
+    kind="span",
+    repo="rajpurkar/squad",
+    metrics={"em": over_golds(eq), "f1": over_golds(answer_f1)},
+    suffix="-v1.1.json",
+)
 GLUE = {
     # GLUE scores CoLA by Matthews, P0 reports accuracy: both, always.
-    "cola": Task("CoLA", ("sentence",), header=("source", "label", "mark", "sentence"),
-                 metrics={"matthews": pearson, "accuracy": accuracy}),
+    "cola": Task(
+        "CoLA",
+        ("sentence",),
+        header=("source", "label", "mark", "sentence"),
+        metrics={"matthews": pearson, "accuracy": accuracy},
+    ),
     "sst2": Task("SST-2", ("sentence",)),
     "mrpc": Task("MRPC", ("#1 String", "#2 String"), metrics=F1, label="Quality", hub=PAIR),
-    "stsb": Task("STS-B", PAIR, (), kind="score", label="score",
-                 metrics={"pearson": pearson, "spearman": spearman}),
+    "stsb": Task(
+        "STS-B",
+        PAIR,
+        (),
+        kind="score",
+        label="score",
+        metrics={"pearson": pearson, "spearman": spearman},
+    ),
     "qqp": Task("QQP", ("question1", "question2"), metrics=F1, label="is_duplicate"),
-    "mnli": Task("MNLI", PAIR, NLI, label="gold_label", hub=("premise", "hypothesis"),
-                 dev={"": "validation_matched", "-mm": "validation_mismatched"},
-                 test={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"}),
+    "mnli": Task(
+        "MNLI",
+        PAIR,
+        NLI,
+        label="gold_label",
+        hub=("premise", "hypothesis"),
+        dev={"": "validation_matched", "-mm": "validation_mismatched"},
+        test={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"},
+    ),
     "qnli": Task("QNLI", ("question", "sentence"), RTE),
     "rte": Task("RTE", PAIR, RTE),
     "wnli": Task("WNLI", PAIR),
@@ -183,7 +209,7 @@ TASKS = {
     "squad_v2": SQUAD._replace(suffix="-v2.0.json", repo="rajpurkar/squad_v2"),
     "docs": Task("", ("text",), DOCS_LIBRARIES),
 }
-METRICS = {name: task.score for name, task in TASKS.items()}    # for other programs
+METRICS = {name: task.score for name, task in TASKS.items()}  # for other programs
 
 # A value, or one for each task (squad: both versions), for a width below 512 (narrow) and for the
 # rest. Warm-up below 1 is a share of the steps. Of several learning rates the best counts.
@@ -193,6 +219,7 @@ METRICS = {name: task.score for name, task in TASKS.items()}    # for other prog
 # recipe for base size (its table 8), and averages MNLI-m alone in its table 3. P3's SQuAD figure is
 # the best of every 1,000 steps on dev; here the last model is scored.
 REST = ""
+# fmt: off
 RECIPES = {
     # ELECTRA (Clark 2020, app. B), which P0 follows.
     "electra": dict(
@@ -225,8 +252,10 @@ RECIPES = {
         length={"squad": 384, REST: 128}, aggregate="mean"
     ),
 }
+# fmt: on
 # What each paper averages over GLUE: both MNLIs in P1 and P2, the mismatched one alone in P3; never
 # WNLI.
+# fmt: off
 P3 = {"cola": "matthews", "sst2": "accuracy", "qnli": "accuracy", "rte": "accuracy",
       "mnli-mm": "accuracy", "qqp": "f1", "mrpc": "f1", "stsb": "spearman"}
 AVERAGES = {
@@ -234,6 +263,7 @@ AVERAGES = {
     "P2": {**P3, "mnli": "accuracy"},
     "P3": P3,
 }
+# fmt: on
 
 
 def settings(args, name, cfg):
@@ -254,10 +284,11 @@ def settings(args, name, cfg):
 # --------------------------------------------------------------------------------------------------
 # Reading rows: (texts, label), of SQuAD Questions; in test files the label is the row's number
 
+
 class Question(NamedTuple):
-    texts: tuple            # question, context
-    golds: list             # texts of the answers; none: it has no answer
-    starts: list            # their first characters in the context
+    texts: tuple  # question, context
+    golds: list  # texts of the answers; none: it has no answer
+    starts: list  # their first characters in the context
     id: str
 
 
@@ -283,14 +314,15 @@ def read_tsv(file, task):
         reader = csv.DictReader(handle, task.header, delimiter="\t", quoting=csv.QUOTE_NONE)
         try:
             there = reader.fieldnames or [*task.texts, task.label]
-            label = task.label or there[0]      # of test files: the row's number
+            label = task.label or there[0]  # of test files: the row's number
             missing = [name for name in (*task.texts, label) if name not in there]
             if missing:
-                raise ValueError(f"{file} has no column {', '.join(missing)}, only "
-                                 f"{', '.join(there)}")
+                raise ValueError(
+                    f"{file} has no column {', '.join(missing)}, only {', '.join(there)}"
+                )
             for row in reader:
                 try:
-                    if None in row or None in row.values():     # too many, or too few
+                    if None in row or None in row.values():  # too many, or too few
                         raise ValueError(f"not {len(there)} columns")
                     texts = tuple(row[name] for name in task.texts)
                     rows.append((texts, read_label(task, row[label])))
@@ -307,7 +339,7 @@ def read_label(task, text):
     if not task.label:
         return int(text)
     if task.kind == "score":
-        if not 0 <= float(text) <= 5:           # NaN too
+        if not 0 <= float(text) <= 5:  # NaN too
             raise ValueError(f"score {text} is not in 0 .. 5")
         return float(text)
     if text not in task.classes:
@@ -327,11 +359,11 @@ def read_squad(file):
                     golds = [answer["text"] for answer in q["answers"]]
                     starts = [answer["answer_start"] for answer in q["answers"]]
                     if all(map(context.startswith, golds, starts)):
-                        questions.append(
-                            Question((q["question"], context), golds, starts, q["id"]))
+                        questions.append(Question((q["question"], context), golds, starts, q["id"]))
                     else:
-                        bad.append(f"question {q['id']}: its answer is not at its place in the "
-                                   "context")
+                        bad.append(
+                            f"question {q['id']}: its answer is not at its place in the context"
+                        )
     return questions, bad
 
 
@@ -339,7 +371,7 @@ def read_file(name, path, split, skip_bad=False):
     """Official file -> rows. A malformed row is an error with file and line, or is counted
     (--skip_bad_rows)."""
     task = TASKS[name]
-    if split == "test":                         # it has a header, and no labels
+    if split == "test":  # it has a header, and no labels
         task = task._replace(header=None, label=None)
     rows, bad = read_squad(path) if task.kind == "span" else read_tsv(path, task)
     if bad and not skip_bad:
@@ -356,17 +388,20 @@ def hub_rows(name, split):
     a network."""
     import datasets
     from huggingface_hub import constants, utils
+
     task = TASKS[name]
     try:
         utils.get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:       # no answer: then from its cache or not at all, it would try for minutes
+    except Exception:  # no answer: then from its cache or not at all, it would try for minutes
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         rows = datasets.load_dataset(task.repo, None if task.kind == "span" else name, split=split)
     except Exception as error:
-        raise ValueError(f"cannot fetch {task.repo} ({name}) from the hub "
-                         f"({type(error).__name__}): name a folder with the official files with "
-                         "--data_dir, or take --task docs, which needs no network") from None
+        raise ValueError(
+            f"cannot fetch {task.repo} ({name}) from the hub "
+            f"({type(error).__name__}): name a folder with the official files with "
+            "--data_dir, or take --task docs, which needs no network"
+        ) from None
     found = []
     for r in rows:
         texts = tuple(r[column] for column in task.hub or task.texts)
@@ -411,7 +446,7 @@ def read_split(name, args, split):
         file = part.replace("validation", "dev") + task.suffix
         path = Path(args.data_dir, task.folder, file)
         if task.kind == "span" and not path.exists():
-            path = Path(args.data_dir, file)    # SQuAD's files may lie in --data_dir itself
+            path = Path(args.data_dir, file)  # SQuAD's files may lie in --data_dir itself
         if not path.exists() and (is_test or found):
             print(f"{key}: {path} is not there, left out")
         else:
@@ -435,20 +470,24 @@ def read_task(name, args):
 # --------------------------------------------------------------------------------------------------
 # Rows of ids
 
+
 class Window(NamedTuple):
     """A part of a SQuAD context that makes a row."""
-    question: int           # its question's place in the list
+
+    question: int  # its question's place in the list
     context: str
-    spans: np.ndarray       # (n, 2) first and last character + 1 of each context token
-    offset: int             # place of the first of them in the row
+    spans: np.ndarray  # (n, 2) first and last character + 1 of each context token
+    offset: int  # place of the first of them in the row
 
 
 def encode(texts, tokenizer, cfg, length):
     """One or two texts -> [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length` ids, the longest
     cut first."""
     # 16 characters an id are more than text needs: a long document is not tokenised only to be cut.
-    parts = [tokenizer.encode(text[:16 * length], allowed_special={"[MASK]"},
-                              disallowed_special=()) for text in texts]
+    parts = [
+        tokenizer.encode(text[: 16 * length], allowed_special={"[MASK]"}, disallowed_special=())
+        for text in texts
+    ]
     room = length - 1 - len(parts)
     while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
@@ -458,7 +497,7 @@ def encode(texts, tokenizer, cfg, length):
     return ids
 
 
-@functools.lru_cache(maxsize=1)                 # in dev files a context's questions stand together
+@functools.lru_cache(maxsize=1)  # in dev files a context's questions stand together
 def token_spans(tokenizer, text):
     """-> ids, (n, 2) first and last character + 1 of each. A character cut in two by the byte-level
     BPE is in both."""
@@ -478,7 +517,7 @@ def windows(number, question, tokenizer, cfg, length):
     The label is (0, 0), [CLS], where the answer is not wholly in the part, as BERT has it.
     """
     asked, text = question.texts
-    q = tokenizer.encode_ordinary(asked)[:min(MAX_QUESTION, length // 2)]
+    q = tokenizer.encode_ordinary(asked)[: min(MAX_QUESTION, length // 2)]
     context, spans = token_spans(tokenizer, text)
     offset = len(q) + 2
     room = length - offset - 1
@@ -486,7 +525,7 @@ def windows(number, question, tokenizer, cfg, length):
     start, size = (question.starts[0], len(question.golds[0])) if question.golds else (0, 0)
     of_answer = (spans[:, 1] > start) & (spans[:, 0] < start + size)
     step = min(length // 3, room)
-    for first in range(0, max(1, len(context) - room + step), step):    # until one reaches the end
+    for first in range(0, max(1, len(context) - room + step), step):  # until one reaches the end
         part = slice(first, first + room)
         inside = np.flatnonzero(of_answer[part]) + offset
         whole = 0 < of_answer.sum() == len(inside)
@@ -514,7 +553,7 @@ def batches(rows, size, rng=None):
     """Rows of near lengths together, so that little is padding -> row numbers, an array a batch.
     Shuffled when rng is given."""
     order = rng.permutation(len(rows)) if rng else np.arange(len(rows))
-    window = 50 * size if rng else len(rows)    # sorted by length within one: random enough
+    window = 50 * size if rng else len(rows)  # sorted by length within one: random enough
     groups = []
     for part in np.split(order, range(window, len(rows), window)):
         near = sorted(part, key=lambda i: len(rows[i][0]))
@@ -531,7 +570,7 @@ def collate(rows, group, pad_id, device):
     tokens = nn.utils.rnn.pad_sequence(list(map(torch.tensor, ids)), True, pad_id)
     padded = (tokens == pad_id).any()
     tensors = tokens, torch.tensor(labels)
-    if device.type == "cuda":                   # pinned memory is copied while the host goes on
+    if device.type == "cuda":  # pinned memory is copied while the host goes on
         tensors = [x.pin_memory() for x in tensors]
     tokens, labels = [x.to(device, non_blocking=True) for x in tensors]
     return tokens, tokens == pad_id if padded else None, labels
@@ -539,6 +578,7 @@ def collate(rows, group, pad_id, device):
 
 # --------------------------------------------------------------------------------------------------
 # Model
+
 
 class Classifier(nn.Module):
     """Encoder with a task's head: on [CLS] dropout, dense, tanh, dropout, linear; for spans one
@@ -563,21 +603,21 @@ class Classifier(nn.Module):
     def forward(self, tokens, pad):
         """-> (B, n_class) logits, (B,) scores, or (B, 2, L) logits of the first and the last token
         of a span."""
-        hidden = self.encoder(tokens, pad=pad)                  # (B, L, C)
+        hidden = self.encoder(tokens, pad=pad)  # (B, L, C)
         if self.kind != "span":
             return self.head(hidden[:, 0]).float().squeeze(-1)  # (B, n_class); (B, 1) -> (B,)
-        out = self.head(hidden).float().transpose(1, 2)         # (B, L, 2) -> (B, 2, L)
+        out = self.head(hidden).float().transpose(1, 2)  # (B, L, 2) -> (B, 2, L)
         return out if pad is None else out.masked_fill(pad[:, None], -math.inf)
 
     def loss(self, tokens, pad, labels):
         out = self(tokens, pad)
         if self.kind == "score":
             return F.mse_loss(out, labels)
-        return F.cross_entropy(out.flatten(0, -2), labels.flatten())    # spans: (2B, L), (2B,)
+        return F.cross_entropy(out.flatten(0, -2), labels.flatten())  # spans: (2B, L), (2B,)
 
     def train(self, mode=True):
         super().train(mode)
-        self.encoder.train(mode and not self.probe)     # a frozen encoder has no dropout either
+        self.encoder.train(mode and not self.probe)  # a frozen encoder has no dropout either
         return self
 
 
@@ -586,7 +626,7 @@ def home(args):
     if args.out_dir or args.ckpt in ("scratch", "bow"):
         return Path(args.out_dir or "out")
     folder = Path(args.ckpt)
-    while not folder.is_dir():                  # a file, or a glob
+    while not folder.is_dir():  # a file, or a glob
         folder = folder.parent
     return folder
 
@@ -641,29 +681,34 @@ def make_model(start, name, length, seed, probe=False):
     encoder.tokenizer = tiktoken.Encoding(**start["tokenizer"])
     model = Classifier(encoder, name, length, probe)
     same = (start.get("task"), start.get("probe")) == (name, probe)
-    weights = {key: value for key, value in start["model"].items()
-               if same or key.startswith("encoder.")}
+    weights = {
+        key: value for key, value in start["model"].items() if same or key.startswith("encoder.")
+    }
     if weights:
         done = warm_start(model, {**start, "model": weights}, start["source"])
         missing = [key for key in done["new"] if same or key.startswith("encoder.")]
         if missing:
-            raise ValueError(f"{start['source']} does not fit this model: missing "
-                             f"{', '.join(missing[:3])}")
+            raise ValueError(
+                f"{start['source']} does not fit this model: missing {', '.join(missing[:3])}"
+            )
     return model
 
 
 def save_model(file, model, start, row):
     """All that is needed to use the model. model.load() takes its encoder."""
-    write_torch(file, {
-        **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")},
-        "task": model.name,
-        "classes": TASKS[model.name].classes,
-        "length": model.length,
-        "probe": model.probe,
-        "row": row,
-        "config": asdict(model.encoder.config),
-        "model": model.state_dict(),
-    })
+    write_torch(
+        file,
+        {
+            **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")},
+            "task": model.name,
+            "classes": TASKS[model.name].classes,
+            "length": model.length,
+            "probe": model.probe,
+            "row": row,
+            "config": asdict(model.encoder.config),
+            "model": model.state_dict(),
+        },
+    )
 
 
 def load_tuned(name, args):
@@ -673,17 +718,19 @@ def load_tuned(name, args):
     file = os.path.join(place, f"finetuned-{name}.pt") if os.path.isdir(place) else place
     start = read_start(file, args.cache) if os.path.exists(file) else {}
     if start.get("task") != name:
-        raise ValueError(f"no model fine-tuned on {name} at {file}: python finetune.py --task "
-                         f"{name} makes one")
+        raise ValueError(
+            f"no model fine-tuned on {name} at {file}: python finetune.py --task {name} makes one"
+        )
     with damage_is_one_line(file):
         model = make_model(start, name, start["length"], 0, start["probe"])
         row = start["row"]
-        json.dumps([row, hash(row["lr"]), row["seed"]])     # are they there, and plain?
+        json.dumps([row, hash(row["lr"]), row["seed"]])  # are they there, and plain?
     return start, model.to(args.device)
 
 
 # --------------------------------------------------------------------------------------------------
 # Training
+
 
 def param_groups(model, lr, layer_decay, weight_decay):
     """Head lr, top layer lr * layer_decay, and so on down; words and shared positional tables
@@ -700,10 +747,12 @@ def param_groups(model, lr, layer_decay, weight_decay):
         if name.startswith("head."):
             depth = 0
         if p.requires_grad:
-            key = lr * layer_decay ** depth, weight_decay if p.dim() >= 2 else 0.0
+            key = lr * layer_decay**depth, weight_decay if p.dim() >= 2 else 0.0
             groups[key].append(p)
-    return [{"params": params, "peak": peak, "weight_decay": decay}
-            for (peak, decay), params in groups.items()]
+    return [
+        {"params": params, "peak": peak, "weight_decay": decay}
+        for (peak, decay), params in groups.items()
+    ]
 
 
 def schedule(step, steps, warmup):
@@ -719,17 +768,22 @@ def train_one(model, rows, chosen, lr, seed, args):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     if args.compile:
-        torch._dynamo.reset()           # graphs of the task before count towards dynamo's limit
-        model.compile(dynamic=True)     # lengths differ from batch to batch: one graph for all
+        torch._dynamo.reset()  # graphs of the task before count towards dynamo's limit
+        model.compile(dynamic=True)  # lengths differ from batch to batch: one graph for all
     optimizer = torch.optim.AdamW(
-        param_groups(model, lr, chosen.layer_decay, chosen.weight_decay),
-        eps=chosen.eps, fused=True)
+        param_groups(model, lr, chosen.layer_decay, chosen.weight_decay), eps=chosen.eps, fused=True
+    )
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
     parameters = list(model.parameters())
     skipped, steps = 0, chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
     epochs = (batches(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
-    bar = tqdm(itertools.chain.from_iterable(epochs), f"{model.name} seed {seed}", steps,
-               leave=False, disable=None)
+    bar = tqdm(
+        itertools.chain.from_iterable(epochs),
+        f"{model.name} seed {seed}",
+        steps,
+        leave=False,
+        disable=None,
+    )
     model.train()
     for step, group in enumerate(bar, 1):
         # The learning rate: each layer has its own peak, all rise and fall together.
@@ -738,7 +792,7 @@ def train_one(model, rows, chosen, lr, seed, args):
 
         # Rows of near lengths, padded to the longest of them; forward and backward.
         batch = collate(rows, group, model.encoder.config.pad_id, args.device)
-        with autocast(args.device, args.dtype):     # inside it matrix products take 16 bits
+        with autocast(args.device, args.dtype):  # inside it matrix products take 16 bits
             loss = model.loss(*batch)
         scaler.scale(loss).backward()
 
@@ -749,12 +803,16 @@ def train_one(model, rows, chosen, lr, seed, args):
         # are skipped while the scaler looks for its scale.)
         if step % 200 == 0 or step == steps:
             if not loss.isfinite() or (skipped and not scaler.is_enabled()):
-                stop(1, f"{model.name} seed {seed}: loss or gradient not finite near step {step} "
-                        f"of {steps}; try a lower --lr, or --dtype float32")
+                stop(
+                    1,
+                    f"{model.name} seed {seed}: loss or gradient not finite near step {step} "
+                    f"of {steps}; try a lower --lr, or --dtype float32",
+                )
 
 
 # --------------------------------------------------------------------------------------------------
 # Predicting
+
 
 @torch.no_grad()
 def outputs(model, rows, args):
@@ -776,8 +834,9 @@ def ranked(model, rows, args):
     encoded, places = encode_rows(model, rows)
     found = outputs(model, encoded, args)
     if model.kind == "span":
-        return candidates(found, places,
-                          args.null_threshold if model.name == "squad_v2" else math.inf)
+        return candidates(
+            found, places, args.null_threshold if model.name == "squad_v2" else math.inf
+        )
     if model.kind == "score":
         return [[(0.0, float(score))] for score in found]
     return [list(zip(logits.tolist(), range(len(logits)))) for logits in found]
@@ -808,11 +867,11 @@ def candidates(found, windows, threshold):
     for _, group in itertools.groupby(zip(found, windows), lambda pair: pair[1].question):
         pairs, null = [], []
         for out, w in group:
-            null.append(float(out[:, 0].sum()))                 # both ends at [CLS]
-            first, last = out[:, w.offset:w.offset + len(w.spans)]
+            null.append(float(out[:, 0].sum()))  # both ends at [CLS]
+            first, last = out[:, w.offset : w.offset + len(w.spans)]
             for score, i, j in n_best(first, last):
                 # Cut from the context by characters: decoding ids could lose a part of one.
-                pairs.append((score, w.context[w.spans[i, 0]:w.spans[j, 1]].strip()))
+                pairs.append((score, w.context[w.spans[i, 0] : w.spans[j, 1]].strip()))
         pairs.sort(key=itemgetter(0), reverse=True)
         answers.append([*pairs[:N_BEST], (min(null) - threshold, "")])
     return answers
@@ -830,8 +889,9 @@ def bag_of_words(rows):
         from sklearn.linear_model import LogisticRegression
         from sklearn.pipeline import make_pipeline
     except ImportError:
-        raise ValueError("--ckpt bow needs scikit-learn: pip install -r "
-                         "requirements-dev.txt") from None
+        raise ValueError(
+            "--ckpt bow needs scikit-learn: pip install -r requirements-dev.txt"
+        ) from None
     words = TfidfVectorizer().build_analyzer()
 
     def features(row):
@@ -843,13 +903,16 @@ def bag_of_words(rows):
             found += [f"share {tenth}" for tenth in range(int(10 * share))]
         return found
 
-    model = make_pipeline(TfidfVectorizer(analyzer=features, sublinear_tf=True),
-                          LogisticRegression(C=10 if len(rows[0][0]) == 1 else 1, max_iter=1000))
+    model = make_pipeline(
+        TfidfVectorizer(analyzer=features, sublinear_tf=True),
+        LogisticRegression(C=10 if len(rows[0][0]) == 1 else 1, max_iter=1000),
+    )
     return model.fit(rows, [label for _, label in rows])
 
 
 # --------------------------------------------------------------------------------------------------
 # Results
+
 
 def record(name, evaluations, began, model, args, facts):
     """{name in the table: rows}, a model -> lines of results.jsonl, printed.
@@ -864,12 +927,23 @@ def record(name, evaluations, began, model, args, facts):
         metrics = task.score(labels, predictions)
         constant = task.score(labels, [answer] * len(labels))
         majority = constant.get("accuracy", constant.get("em", 0.0))
-        found.append({**facts, "task": where, "metrics": metrics, "constant": constant,
-                      "majority": majority, "one_class": len(set(predictions)) == 1,
-                      "seconds": time.time() - began})
+        found.append(
+            {
+                **facts,
+                "task": where,
+                "metrics": metrics,
+                "constant": constant,
+                "majority": majority,
+                "one_class": len(set(predictions)) == 1,
+                "seconds": time.time() - began,
+            }
+        )
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        print(f"{where} seed {facts['seed']} lr {facts['lr']}: {shown} (majority {majority:.4f}), "
-              f"{time.time() - began:.0f} s", flush=True)
+        print(
+            f"{where} seed {facts['seed']} lr {facts['lr']}: {shown} (majority {majority:.4f}), "
+            f"{time.time() - began:.0f} s",
+            flush=True,
+        )
         with open(args.out_dir / "results.jsonl", "a") as handle:
             handle.write(json.dumps(found[-1]) + "\n")
     return found
@@ -903,26 +977,33 @@ def report(results, args):
     started."""
     name, scores = RECIPES[args.recipe]["aggregate"], defaultdict(dict)
     middle = getattr(statistics, name)
-    print(f"\n{'':10}{'metric':10}{name:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}{'lr':>7}"
-          f"{'seeds':>7}{'s a run':>9}  start")
+    print(
+        f"\n{'':10}{'metric':10}{name:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}{'lr':>7}"
+        f"{'seeds':>7}{'s a run':>9}  start"
+    )
     for (source, where), rows in best_runs(results, middle).items():
         # An average is over one start; with --eval_only every task has its own file, in one folder.
         start = os.path.dirname(source) if args.eval_only else source
         for metric, constant in rows[0]["constant"].items():
             values = [row["metrics"][metric] for row in rows]
             scores[start][where, metric] = middle(values)
-            print(f"{where:10}{metric:10}{middle(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
-                  f"{np.std(values, ddof=len(values) > 1):7.3f}{constant:10.3f}"
-                  f"{rows[0]['lr']!s:>7}{len(values):7}"
-                  f"{statistics.mean(row['seconds'] for row in rows):9.0f}  {source}")
+            print(
+                f"{where:10}{metric:10}{middle(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
+                f"{np.std(values, ddof=len(values) > 1):7.3f}{constant:10.3f}"
+                f"{rows[0]['lr']!s:>7}{len(values):7}"
+                f"{statistics.mean(row['seconds'] for row in rows):9.0f}  {source}"
+            )
     tried = {row["lr"] for row in results if row["ckpt"] == results[0]["ckpt"]}
     if len(tried) > 1:
         print(f"lr: the best of {len(tried)}, chosen on the rows that are scored here, as P1 does")
-    collapsed = [f"{row['task']} seed {row['seed']} lr {row['lr']}" for row in results
-                 if row["one_class"]]
+    collapsed = [
+        f"{row['task']} seed {row['seed']} lr {row['lr']}" for row in results if row["one_class"]
+    ]
     if collapsed:
-        print(f"collapsed: {len(collapsed)} of {len(results)} scores come from one answer always "
-              f"given: {', '.join(collapsed)}")
+        print(
+            f"collapsed: {len(collapsed)} of {len(results)} scores come from one answer always "
+            f"given: {', '.join(collapsed)}"
+        )
     for start, of_start in scores.items() if args.task == "all" else ():
         for paper, mean in paper_averages(of_start).items():
             shown = f"{mean:.4f}" if isinstance(mean, float) else f"not without {', '.join(mean)}"
@@ -956,10 +1037,11 @@ def predict_text(args):
     name, task = args.task, TASKS[args.task]
     texts = [text.strip() for text in args.predict_text.split("|||") if text.strip()]
     if len(texts) != len(task.texts):
-        raise ValueError(f"{name} takes {len(task.texts)} text(s), 'one ||| other'; {len(texts)} "
-                         "given")
+        raise ValueError(
+            f"{name} takes {len(task.texts)} text(s), 'one ||| other'; {len(texts)} given"
+        )
     if name == "docs":
-        texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]     # as the task's rows are
+        texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]  # as the task's rows are
     start, model = load_tuned(name, args)
     [pairs] = ranked(model, [Question(texts, [], [], "")], args)
     print(f"{start['source']}:")
@@ -976,42 +1058,59 @@ def predict_text(args):
 # --------------------------------------------------------------------------------------------------
 # The program
 
+
 @dataclass
 class FinetuneConfig:
     """The flags; None is for the recipe, the run or the machine to decide."""
+
     task: str = setting("docs", "all: GLUE, and each paper's own average", (*TASKS, "all"))
-    ckpt: str | None = setting(None, "run folder or checkpoint, fine-tuned or not, or a glob of "
-                               "them (default: the newest under out/); scratch: untrained; bow: "
-                               "bag of words")
-    data_dir: str | None = setting(None, "folder with GLUE's official folders, or SQuAD's JSON "
-                                   "(default: from the hub)")
+    ckpt: str | None = setting(
+        None,
+        "run folder or checkpoint, fine-tuned or not, or a glob of "
+        "them (default: the newest under out/); scratch: untrained; bow: "
+        "bag of words",
+    )
+    data_dir: str | None = setting(
+        None, "folder with GLUE's official folders, or SQuAD's JSON (default: from the hub)"
+    )
     skip_bad_rows: bool = setting(False, "leave malformed rows out, and count them")
     limit_train: int | None = setting(None, "training rows (default: all; docs 500)", "[1, 1e9]")
     freeze_encoder: bool = setting(False, "train one linear layer on the frozen encoder: a probe")
-    recipe: str = setting("electra", "electra is P0's, tupe P1's, taco P2's, bert P3's",
-                          tuple(RECIPES))
-    seeds: int = setting(1, "runs, with seeds 0, 1, ..; the papers: electra 10, tupe 5, taco 4, "
-                         "bert 5", "[1, 1000]")
+    recipe: str = setting(
+        "electra", "electra is P0's, tupe P1's, taco P2's, bert P3's", tuple(RECIPES)
+    )
+    seeds: int = setting(
+        1, "runs, with seeds 0, 1, ..; the papers: electra 10, tupe 5, taco 4, bert 5", "[1, 1000]"
+    )
     lr: tuple | None = setting(None, "of the head; the best of several counts", "(0, 1e9)")
-    epochs: int | None = setting(None, "passes over the rows; docs: 10 in every recipe",
-                                 "[1, 10000]")
+    epochs: int | None = setting(
+        None, "passes over the rows; docs: 10 in every recipe", "[1, 10000]"
+    )
     batch_size: int | None = setting(None, "rows an update", "[1, 1e6]")
-    length: int | None = setting(None, "ids a row at most (default: the recipe's, or the model's "
-                                 "max_len if smaller); beyond max_len position tables get fresh "
-                                 "rows", "[1, 100000]")
-    eval_only: bool = setting(False, "score finetuned-<task>.pt of --ckpt or --out_dir, train "
-                              "nothing")
+    length: int | None = setting(
+        None,
+        "ids a row at most (default: the recipe's, or the model's "
+        "max_len if smaller); beyond max_len position tables get fresh "
+        "rows",
+        "[1, 100000]",
+    )
+    eval_only: bool = setting(
+        False, "score finetuned-<task>.pt of --ckpt or --out_dir, train nothing"
+    )
     predict: bool = setting(False, "write the files that GLUE takes, or SQuAD's JSON, to --out_dir")
     predict_text: str | None = setting(None, "'one ||| other': print classes and probabilities")
-    null_threshold: float = setting(0.0, "squad_v2: no answer where the null score is higher by "
-                                    "more; not tuned on dev")
-    out_dir: str | None = setting(None, "where results.jsonl, the model and predictions go "
-                                  "(default: the run's folder)")
+    null_threshold: float = setting(
+        0.0, "squad_v2: no answer where the null score is higher by more; not tuned on dev"
+    )
+    out_dir: str | None = setting(
+        None, "where results.jsonl, the model and predictions go (default: the run's folder)"
+    )
     cache: str = setting("cache", "folder of prepared data")
     device: str | None = DEVICE
     dtype: str | None = DTYPE
-    compile: bool | None = setting(None, "torch.compile with dynamic shapes: pays in long runs "
-                                   "only (default: off)")
+    compile: bool | None = setting(
+        None, "torch.compile with dynamic shapes: pays in long runs only (default: off)"
+    )
 
     __post_init__ = check_settings
 
@@ -1029,8 +1128,10 @@ def parse_args(argv=None):
         args = FinetuneConfig(**vars(parser.parse_args(argv)))
         no_classes = args.task == "all" or TASKS[args.task].kind != "class"
         if args.ckpt == "bow" and (no_classes or args.tuned or args.predict):
-            raise ValueError("--ckpt bow is for one task with classes to learn, and keeps no model "
-                             "to predict with")
+            raise ValueError(
+                "--ckpt bow is for one task with classes to learn, and keeps no model "
+                "to predict with"
+            )
         if args.predict_text is not None and args.task in ("all", "ax"):
             raise ValueError("--predict_text takes one task (for ax: mnli)")
         if args.predict and args.task == "docs":
@@ -1054,23 +1155,42 @@ def run_task(name, args, progress):
         if name == "docs" and other:
             here = prepare("docs", "bpe", args.cache).meta["source"]["hash"]
             if other != here:
-                print(f"note: the run learned from the documentation of other package versions "
-                      f"(docs {other}, here {here}): rows to test may have been among its text")
+                print(
+                    f"note: the run learned from the documentation of other package versions "
+                    f"(docs {other}, here {here}): rows to test may have been among its text"
+                )
         extended = f" (position tables extended from {max_len})"
-        print(f"{name}: from {start['source']}; length {chosen.length}"
-              f"{extended if chosen.length > max_len else ''}")
-        print(f"{len(train):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
-              f"recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr",
-              *chosen.lr, flush=True)
+        print(
+            f"{name}: from {start['source']}; length {chosen.length}"
+            f"{extended if chosen.length > max_len else ''}"
+        )
+        print(
+            f"{len(train):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
+            f"recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr",
+            *chosen.lr,
+            flush=True,
+        )
 
-        progress.saved = 0      # what fails now breaks under way: it is no user's mistake
+        progress.saved = 0  # what fails now breaks under way: it is no user's mistake
         for lr, seed in itertools.product(chosen.lr, range(args.seeds)):
             began = time.time()
             model = make_model(start, name, chosen.length, seed, chosen.probe).to(args.device)
             train_one(model, rows, chosen, lr, seed, args)
-            new = record(name, evaluations, began, model, args, {
-                **vars(chosen), "seed": seed, "lr": lr, "ckpt": start["source"],
-                "step": start["step"], "n_train": len(train)})
+            new = record(
+                name,
+                evaluations,
+                began,
+                model,
+                args,
+                {
+                    **vars(chosen),
+                    "seed": seed,
+                    "lr": lr,
+                    "ckpt": start["source"],
+                    "step": start["step"],
+                    "n_train": len(train),
+                },
+            )
             results += new
             first, *_ = new[0]["metrics"].values()
             if first > best[0]:
@@ -1089,8 +1209,14 @@ def run_tuned(name, args):
     start, model = load_tuned("mnli" if name == "ax" else name, args)
     print(f"{name}: from {start['source']}; length {model.length}")
     _, evaluations = read_task(name, args)
-    results = record(name, evaluations, time.time(), model, args, {
-        **start["row"], "ckpt": start["source"], "eval_only": True})
+    results = record(
+        name,
+        evaluations,
+        time.time(),
+        model,
+        args,
+        {**start["row"], "ckpt": start["source"], "eval_only": True},
+    )
     if args.predict or name == "ax":
         write_predictions(name, model, args)
     return results
@@ -1109,8 +1235,14 @@ def run_tasks(args, progress):
             results += run_tuned(name, args)
         elif args.ckpt == "bow":
             train, evaluations = read_task(name, args)
-            results += record(name, evaluations, time.time(), bag_of_words(train), args, {
-                "seed": 0, "lr": None, "ckpt": "bow", "n_train": len(train)})
+            results += record(
+                name,
+                evaluations,
+                time.time(),
+                bag_of_words(train),
+                args,
+                {"seed": 0, "lr": None, "ckpt": "bow", "n_train": len(train)},
+            )
         else:
             results += run_task(name, args, progress)
     if every and not results:
@@ -1127,7 +1259,7 @@ def main(argv=None):
         if args.compile and not can_compile(args.device):
             print("not compiled: no compiler here")
             args.compile = False
-        if not args.ckpt:       # once: another run may save while this one is at work
+        if not args.ckpt:  # once: another run may save while this one is at work
             args.ckpt = args.tuned and args.out_dir or newest_run()
         args.out_dir = home(args)
         if args.predict_text is not None:

@@ -43,8 +43,8 @@ from fast import compiled
 from model import SCHEMES
 from objectives import OBJECTIVES, of_kind
 
-LAUNCH = 2.5e-6     # seconds a kernel takes at least
-LIMIT = 540         # seconds a command of --gpu may take
+LAUNCH = 2.5e-6  # seconds a kernel takes at least
+LIMIT = 540  # seconds a command of --gpu may take
 # What it runs, in this order.
 LINES = """\
 bench.py --agree --pe all --dtype float32
@@ -69,18 +69,20 @@ bench.py --sweep --preset paper
 """.splitlines()
 LINES += [f"bench.py --agree --compile --pe {pe}" for pe in SCHEMES]
 LINES += [f"bench.py --agree --compile --pe tupe_r --objective {x}" for x in OBJECTIVES]
-LINES += [f"train.py --pe abs --objective {x} --preset paper --resume "
-          f"--dataset docs --tokenizer bpe --out_dir out/gpu/{x}"
-          for x in ("mlm", "clm", *of_kind("position"))]
+LINES += [
+    f"train.py --pe abs --objective {x} --preset paper --resume "
+    f"--dataset docs --tokenizer bpe --out_dir out/gpu/{x}"
+    for x in ("mlm", "clm", *of_kind("position"))
+]
 
 
 class Card(NamedTuple):
     name: str
     capability: tuple
     processors: int
-    bandwidth: float        # bytes a second
-    rate: float             # operations a second in 16 bits
-    dtype: torch.dtype      # what train.py takes there
+    bandwidth: float  # bytes a second
+    rate: float  # operations a second in 16 bits
+    dtype: torch.dtype  # what train.py takes there
 
 
 CARDS = {
@@ -129,8 +131,20 @@ static auto hooks = new ((void*)&at::detail::getCUDAHooks()) Hooks();
 def build(library, source, *libraries):
     """A C++ source -> a shared library, its path. Raises ValueError where it does not compile."""
     root = Path(torch.__file__).parent
-    command = ["g++", "-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", "-xc++", "-",
-               "-o", library, f"-L{root}/lib", *libraries]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-w",
+        f"-I{root}/include",
+        "-xc++",
+        "-",
+        "-o",
+        library,
+        f"-L{root}/lib",
+        *libraries,
+    ]
     try:
         subprocess.run(command, input=source, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -171,27 +185,39 @@ def patches(card):
     """-> a stack of contexts in which inductor believes in the card."""
     major = card.capability[0]
     props = SimpleNamespace(
-        name=card.name, gcnArchName="", major=major, minor=0, multi_processor_count=card.processors,
-        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32,
-        max_threads_per_block=1024, total_memory=32 << 30, L2_cache_size=6 << 20,
-        shared_memory_per_block=49152, shared_memory_per_block_optin=98304)
-    return answering({
-        "torch.cuda.is_available": True,
-        "torch.cuda.device_count": 1,
-        "torch.cuda.current_device": 0,
-        "torch.cuda.get_device_properties": props,
-        "torch.cuda.is_bf16_supported": major >= 8,
-        "torch.cuda.is_initialized": True,
-        "torch.cuda._exchange_device": 0,
-        "torch.cuda._maybe_exchange_device": 0,
-        "torch._dynamo.device_interface.CudaInterface.get_device_properties": props,
-        "torch._dynamo.device_interface.CudaInterface.Worker.get_device_properties": props,
-        "torch.utils._triton.has_triton": True,
-        "torch._inductor.scheduler.has_triton": True,
-        # Patterns that are traced with real tensors, for attention that is written out.
-        "torch._inductor.fx_passes.fuse_attention._sfdp_init": None,
-        "torch._inductor.fx_passes.pad_mm._pad_mm_init": None,
-    })
+        name=card.name,
+        gcnArchName="",
+        major=major,
+        minor=0,
+        multi_processor_count=card.processors,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        warp_size=32,
+        max_threads_per_block=1024,
+        total_memory=32 << 30,
+        L2_cache_size=6 << 20,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=98304,
+    )
+    return answering(
+        {
+            "torch.cuda.is_available": True,
+            "torch.cuda.device_count": 1,
+            "torch.cuda.current_device": 0,
+            "torch.cuda.get_device_properties": props,
+            "torch.cuda.is_bf16_supported": major >= 8,
+            "torch.cuda.is_initialized": True,
+            "torch.cuda._exchange_device": 0,
+            "torch.cuda._maybe_exchange_device": 0,
+            "torch._dynamo.device_interface.CudaInterface.get_device_properties": props,
+            "torch._dynamo.device_interface.CudaInterface.Worker.get_device_properties": props,
+            "torch.utils._triton.has_triton": True,
+            "torch._inductor.scheduler.has_triton": True,
+            # Patterns that are traced with real tensors, for attention that is written out.
+            "torch._inductor.fx_passes.fuse_attention._sfdp_init": None,
+            "torch._inductor.fx_passes.pad_mm._pad_mm_init": None,
+        }
+    )
 
 
 def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
@@ -199,11 +225,13 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
     sm_80 on), else the memory-efficient one."""
     if attn_mask is None and torch.cuda.get_device_capability()[0] >= 8:
         return torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, scale=scale)[0]
+            q, k, v, dropout_p, is_causal, scale=scale
+        )[0]
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*q.shape[:-1], k.size(-2))
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+        q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 def on_cpu(size, *args, dtype=None, **kwargs):
@@ -232,13 +260,14 @@ def kernels(model, batch, card, combo):
             graph._update_scheduler()
             for node in graph.scheduler.nodes:
                 kind = getattr(node.node, "python_kernel_name", None) or "triton"
-                unpacked = isinstance(node.node, MultiOutput)       # of a kernel that is counted
+                unpacked = isinstance(node.node, MultiOutput)  # of a kernel that is counted
                 if type(node).__name__ != "NopKernelSchedulerNode" and not unpacked:
                     size = node.get_read_write_buffers_sizes()
                     found.append((kind, size, node.estimate_flops() or 0))
 
         def call(*args):
             raise Done
+
         return SimpleNamespace(call=call, __file__="", key="")
 
     def lower(graph, inputs):
@@ -252,21 +281,24 @@ def kernels(model, batch, card, combo):
         "torch.cuda.set_rng_state": None,
         "torch.cuda.amp.common.amp_definitely_not_available": False,
     }
-    with (answering(answers),
-          torch._functorch.config.patch(
-              force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-          torch._inductor.config.patch(
-              fx_graph_cache=False, compile_threads=1, combo_kernels=combo),
-          mock.patch("torch.nn.functional.scaled_dot_product_attention", attention)):
+    with (
+        answering(answers),
+        torch._functorch.config.patch(
+            force_non_lazy_backward_lowering=True, enable_autograd_cache=False
+        ),
+        torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1, combo_kernels=combo),
+        mock.patch("torch.nn.functional.scaled_dot_product_attention", attention),
+    ):
         warnings.simplefilter("ignore")
         mode, known = FakeTensorMode(allow_non_fake_inputs=True), {None: None}
 
         def fake(x):
-            if x not in known:                              # what is tied stays tied
+            if x not in known:  # what is tied stays tied
                 known[x] = FakeTensor(mode, x.detach().to("meta"), torch.device("cuda", 0))
                 if isinstance(x, torch.nn.Parameter):
                     known[x] = torch.nn.Parameter(known[x])
             return known[x]
+
         for module in model.modules():
             for tensors in (module._parameters, module._buffers):
                 tensors.update({name: fake(x) for name, x in tensors.items()})
@@ -284,8 +316,10 @@ def kernels(model, batch, card, combo):
 def lower(variants, name, collate):
     """bench.py's table of kernels -> a row for each of its variants; pretend() comes first."""
     card = CARDS[name]
-    print(f"{card.name}, {card.dtype}: forward and backward\n{'':6}"
-          f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels")
+    print(
+        f"{card.name}, {card.dtype}: forward and backward\n{'':6}"
+        f"{'pe':19}{'objective':12}{'launches':>9}{'GB':>7}{'estimated ms':>14}  kernels"
+    )
     for v in variants:
         model, tokens = v.build().train(), v.rows()
         batch = collate(tokens, v.shape, v.mask_rate) if v.peer else model.corrupt(tokens, 0)
@@ -295,19 +329,30 @@ def lower(variants, name, collate):
             size += moved
             seconds += max(moved / card.bandwidth, operations / card.rate, LAUNCH)
             kinds[re.sub(r".*aten\.(\w+).*|.*\.", r"\1", kind)] += 1
-        facts = {key: getattr(v, key)
-                 for key in "pe objective batch_size block_size mask_rate".split()}
-        row = {"name": f"{v.peer or 'ours'} compiled", "card": name, **facts,
-               "launches": len(found), "gb": size / 1e9, "estimated_ms": 1e3 * seconds,
-               "kernels": kinds}
-        print(f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{len(found):9}{row['gb']:7.2f}"
-              f"{row['estimated_ms']:14.2f}  "
-              + ", ".join(f"{n} {kind}" for kind, n in kinds.items()), flush=True)
+        facts = {
+            key: getattr(v, key) for key in "pe objective batch_size block_size mask_rate".split()
+        }
+        row = {
+            "name": f"{v.peer or 'ours'} compiled",
+            "card": name,
+            **facts,
+            "launches": len(found),
+            "gb": size / 1e9,
+            "estimated_ms": 1e3 * seconds,
+            "kernels": kinds,
+        }
+        print(
+            f"{v.peer or 'ours':6}{v.pe:19}{v.objective:12}{len(found):9}{row['gb']:7.2f}"
+            f"{row['estimated_ms']:14.2f}  "
+            + ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
+            flush=True,
+        )
         yield row
 
 
 # --------------------------------------------------------------------------------------------------
 # Where there is a card
+
 
 def agree(variants):
     """How far the loss and the gradient of one batch are from a CPU's in float32: the loss as a
@@ -315,7 +360,7 @@ def agree(variants):
     print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'off by':>10}{'gradient off by':>17}")
     for v in variants:
         torch.manual_seed(0)
-        model = v.build().eval()        # dropout off
+        model = v.build().eval()  # dropout off
         batch, found = model.corrupt(v.rows(), 0), []
         for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
             model.to(device).zero_grad()
@@ -326,11 +371,20 @@ def agree(variants):
             grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
             found.append((loss.item(), torch.cat(grads).float().cpu()))
         (loss, a), (other, b) = found
-        row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile,
-               "loss": loss, "loss_off": abs(loss - other),
-               "gradient_off": float((a - b).norm() / a.norm())}
-        print(f"{v.pe:19}{v.objective:12}{loss:14.4f}{row['loss_off']:10.1e}"
-              f"{row['gradient_off']:17.1e}", flush=True)
+        row = {
+            "name": "agree",
+            "pe": v.pe,
+            "objective": v.objective,
+            "compile": v.compile,
+            "loss": loss,
+            "loss_off": abs(loss - other),
+            "gradient_off": float((a - b).norm() / a.norm()),
+        }
+        print(
+            f"{v.pe:19}{v.objective:12}{loss:14.4f}{row['loss_off']:10.1e}"
+            f"{row['gradient_off']:17.1e}",
+            flush=True,
+        )
         yield row
 
 
@@ -338,7 +392,7 @@ def every_line(file, given):
     """Run what the file lacks of LINES, a process a command; a command is a row, written at once.
     One that fails is a row too; one that LIMIT cuts goes on when it is asked for again."""
     rows = read_json(file, rows=list)["rows"] if os.path.exists(file) else []
-    write_json(file, {"rows": rows})    # what cannot be written shows at once
+    write_json(file, {"rows": rows})  # what cannot be written shows at once
     ours = [f"--{name}={x}" for name, x in given.items() if name != "gpu"]
     # train.py has no --pairs, which make this a trial: as many --steps there.
     names = {"device": "device", "preset": "preset", "pairs": "steps"}
@@ -352,14 +406,17 @@ def every_line(file, given):
         part = Path(words[-1], "log.jsonl") if training else Path(f"{file}.part")
         words += trains if training else [*ours, f"--json={part}"]
         print(f"python {program} {' '.join(words)}", flush=True)
-        process = subprocess.Popen([sys.executable, Path(__file__).with_name(program), *words],
-                                   stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name(program), *words],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         row, began = {"command": command}, perf_counter()
         try:
             error = process.communicate(timeout=LIMIT)[1]
             row["exit"] = process.returncode
         except subprocess.TimeoutExpired:
-            process.terminate()         # a run is saved
+            process.terminate()  # a run is saved
             error, row["exit"] = process.communicate()[1], "stopped" if training else "too long"
         row["seconds"] = perf_counter() - began
         if row["exit"]:

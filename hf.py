@@ -33,10 +33,12 @@ except ImportError:
     transformers = None
 
 # The components of a scheme -> the models of transformers that compute the same.
+# fmt: off
 KINDS = {
     "none": "roberta", "abs": "roberta", "sin": "roberta", "lsin": "roberta",
     "t5": "mpnet", "abs+t5": "mpnet", "sin+t5": "mpnet", "lsin+t5": "mpnet", "rope": "roformer",
 }
+# fmt: on
 # A field of EncoderConfig -> its name there.
 SHAPE = {
     "vocab_size": "vocab_size",
@@ -92,7 +94,7 @@ def fetch(kind, source, **options):
     """One of transformers' Auto classes reads. Raises ValueError, one line whatever was wrong."""
     try:
         return getattr(transformers, kind).from_pretrained(source, **options)
-    except Exception as error:      # a name, the network, a damaged file: many kinds of complaint
+    except Exception as error:  # a name, the network, a damaged file: many kinds of complaint
         raise ValueError(f"{source} cannot be read: {error!r:.300}") from None
 
 
@@ -128,20 +130,28 @@ def import_run(source, run):
     model = Pretraining(Encoder(cfg), ObjectiveConfig("mlm"))
     for own, given in zip(layers(model), layers(theirs.float())):
         own.copy_(given)
-    decoder = theirs.lm_head.decoder                # its weight is the word embedding
+    decoder = theirs.lm_head.decoder  # its weight is the word embedding
     model.encoder.tok.weight.zero_()[: len(where)] = decoder.weight[where]
     model.objectives["mlm"].bias.copy_(decoder.bias[where])
     at = theirs.roberta.embeddings
     rows = at.position_embeddings.weight + at.token_type_embeddings.weight
-    model.encoder.pe.parts["abs"].table.weight.copy_(rows.roll(-2, 0)[:-1])     # not the pads'
+    model.encoder.pe.parts["abs"].table.weight.copy_(rows.roll(-2, 0)[:-1])  # not the pads'
     check(model.encoder, theirs, where)
     run.mkdir(parents=True)
-    common.write_torch(run / "ckpt.pt", {
-        "args": {"objective": "mlm", "cache": "cache"}, "n_micro": 1, "step": 0,
-        "command": f"python hf.py import {source} {run}",
-        "data": {"dataset": source, "tokens": {}},
-        "tokenizer": arguments, "tokenizer_hash": state["hash"],
-        "config": vars(cfg), "model": model.state_dict()})
+    common.write_torch(
+        run / "ckpt.pt",
+        {
+            "args": {"objective": "mlm", "cache": "cache"},
+            "n_micro": 1,
+            "step": 0,
+            "command": f"python hf.py import {source} {run}",
+            "data": {"dataset": source, "tokens": {}},
+            "tokenizer": arguments,
+            "tokenizer_hash": state["hash"],
+            "config": vars(cfg),
+            "model": model.state_dict(),
+        },
+    )
 
 
 def new_model(run, encoder, checkpoint):
@@ -151,11 +161,16 @@ def new_model(run, encoder, checkpoint):
     # Other heads: RoFormer's has GELU, a span's or a probe's one layer. clm looks left only.
     other_head = task and (kind == "roformer" or "head.4.weight" not in weights)
     if kind is None or other_head or "objectives.clm.bias" in weights:
-        raise ValueError(f"{run}, pe {cfg.pe}, has no class in transformers. What can go: "
-                         f"{', '.join(KINDS)}; no clm; fine-tuned: no rope, no span, no probe")
+        raise ValueError(
+            f"{run}, pe {cfg.pe}, has no class in transformers. What can go: "
+            f"{', '.join(KINDS)}; no clm; fine-tuned: no rope, no span, no probe"
+        )
     shape = FIXED | {name: getattr(cfg, ours) for ours, name in SHAPE.items()}
-    shape |= {"model_type": kind, "max_position_embeddings": cfg.max_len + 2,
-              "tie_word_embeddings": encoder.pe.token_scale == 1}   # sin scales words, going in
+    shape |= {
+        "model_type": kind,
+        "max_position_embeddings": cfg.max_len + 2,
+        "tie_word_embeddings": encoder.pe.token_scale == 1,
+    }  # sin scales words, going in
     if task:
         shape["id2label"] = dict(enumerate(checkpoint["classes"] or ["score"]))
         shape["label2id"] = {label: i for i, label in shape["id2label"].items()}
@@ -182,12 +197,12 @@ def export_run(run, folder):
         decoder = theirs.get_output_embeddings()
         decoder.weight[where] = words
         decoder.bias[where] = weights["objectives.mlm.bias"]
-    if hasattr(at, "position_embeddings"):          # RoFormer has none
+    if hasattr(at, "position_embeddings"):  # RoFormer has none
         part, pos = pe.at["embed"], torch.arange(-2, cfg.max_len).clamp(min=UNKNOWN_POS)
         at.position_embeddings.weight[:] = part.embed(pos[:, None])[:, 0] if part else 0
-    if hasattr(at, "token_type_embeddings"):        # MPNet has none
+    if hasattr(at, "token_type_embeddings"):  # MPNet has none
         at.token_type_embeddings.weight.zero_()
-    if "t5" in pe.parts:                            # all rows but the hidden pairs'
+    if "t5" in pe.parts:  # all rows but the hidden pairs'
         base.encoder.relative_attention_bias.weight.copy_(pe.parts["t5"].table.weight[:-1])
     check(encoder, theirs, where)
     folder.mkdir(parents=True)
@@ -205,14 +220,20 @@ def write_tokenizer(folder, vocab, max_len):
             parts = name[:cut], name[cut:]
             if set(parts) <= vocab.keys():
                 merges.append(parts)
-    tokenizer = ByteLevelBPETokenizer(vocab, merges)            # it knows GPT-2's pattern
+    tokenizer = ByteLevelBPETokenizer(vocab, merges)  # it knows GPT-2's pattern
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 0))
     # [MASK] takes the space before it along, as words do.
     tokenizer.add_special_tokens(["[CLS]", "[PAD]", "[SEP]", AddedToken("[MASK]", lstrip=True)])
     tokenizer.save(f"{folder}/tokenizer.json")
-    common.write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", **ROLES, "model_max_length": max_len,
-        "model_input_names": ["input_ids", "attention_mask"]})
+    common.write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **ROLES,
+            "model_max_length": max_len,
+            "model_input_names": ["input_ids", "attention_mask"],
+        },
+    )
 
 
 def card(run, checkpoint):

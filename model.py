@@ -59,12 +59,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fast
-from common import (
-    check_settings,
-    load_strict,
-    read_checkpoint,
-    setting,
-)
+from common import check_settings, load_strict, read_checkpoint, setting
 
 UNKNOWN_POS = -1  # a hidden position (objective pmlm)
 N_SPECIALS = 8  # [CLS] [PAD] [SEP] [MASK] and four spare ones: the last ids of a vocabulary
@@ -84,21 +79,15 @@ class EncoderConfig:
     Raises ValueError on a shape that cannot be built.
     """
 
-    vocab_size: int = 50265                                     # with the 8 specials
-    pe: str = setting(
-        "abs", "positional scheme, or a sum such as rope+t5"
-    )
+    vocab_size: int = 50265  # with the 8 specials
+    pe: str = setting("abs", "positional scheme, or a sum such as rope+t5")
     n_layer: int = setting(4, "layers", "[1, 1000]")
     n_head: int = setting(4, "attention heads", "[1, 1e4]")
     d_model: int = setting(128, "width C", "[1, 1e5]")
-    d_ff: int = setting(
-        512, "width of the feed-forward layer", "[1, 1e6]"
-    )
+    d_ff: int = setting(512, "width of the feed-forward layer", "[1, 1e6]")
     # longest row; absolute tables have one row more, the unknown
     max_len: int = setting(64, allowed="[1, 1e6]")
-    dropout: float = setting(
-        0.1, "everywhere, attention included", "[0, 1)"
-    )
+    dropout: float = setting(0.1, "everywhere, attention included", "[0, 1)")
     attn_dropout: float = setting(0.1, allowed="[0, 1)")
     norm_eps: float = 1e-5
 
@@ -141,9 +130,7 @@ def hidden_pairs(pos):
     """(1 or B, L) -> (1 or B, L, L) bool: i != j and at least one end hidden. A token's pair with
     itself is never hidden: its offset is 0."""
     hidden = pos == UNKNOWN_POS
-    diagonal = torch.eye(
-        pos.size(1), dtype=torch.bool, device=pos.device
-    )
+    diagonal = torch.eye(pos.size(1), dtype=torch.bool, device=pos.device)
     return (hidden[:, None, :] | hidden[:, :, None]) & ~diagonal
 
 
@@ -163,18 +150,13 @@ def table_index(pos, max_len: int):
 
 def offset_index(pos):
     """Row of a clipped offset table for each pair (B, L, L); the unknown is the last row."""
-    clipped = (
-        offset_matrix(pos).clamp(-MAX_OFFSET, MAX_OFFSET)
-        + MAX_OFFSET
-    )
-    return torch.where(
-        hidden_pairs(pos), 2 * MAX_OFFSET + 1, clipped
-    )
+    clipped = offset_matrix(pos).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+    return torch.where(hidden_pairs(pos), 2 * MAX_OFFSET + 1, clipped)
 
 
 def t5_bucket(r):
     """T5's bidirectional buckets of the offset r: exact below 8, then logarithmic up to 128."""
-    half = T5_BUCKETS // 2                                      # one half for each sign
+    half = T5_BUCKETS // 2  # one half for each sign
     exact = half // 2
     distance = r.abs()
     ratio = torch.log(distance.clamp(min=1).float() / exact)
@@ -261,9 +243,7 @@ class Absolute(Component):
         self.table = nn.Embedding(cfg.max_len + 1, cfg.d_model)
 
     def embed(self, pos):
-        return self.table(
-            table_index(pos, self.table.num_embeddings - 1)
-        )
+        return self.table(table_index(pos, self.table.num_embeddings - 1))
 
 
 class Sinusoidal(Component):
@@ -284,9 +264,7 @@ class Sinusoidal(Component):
 
     def embed(self, pos):
         hidden = (pos == UNKNOWN_POS)[..., None]
-        return torch.where(
-            hidden, self.unknown, sinusoids(pos, self.w)
-        )
+        return torch.where(hidden, self.unknown, sinusoids(pos, self.w))
 
 
 class Relative(Component):
@@ -305,10 +283,7 @@ class RelativeKeys(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        tables = [
-            nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head)
-            for _ in range(cfg.n_layer)
-        ]
+        tables = [nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head) for _ in range(cfg.n_layer)]
         self.tables = nn.ModuleList(tables)
 
     def offset_tables(self, layer):
@@ -327,11 +302,9 @@ class RelativeSinusoidal(Component):
         self.w = nn.Parameter(w) if learned else nn.Buffer(w)
 
     def offset_tables(self, layer):
-        r = torch.arange(
-            -MAX_OFFSET, MAX_OFFSET + 1, device=self.w.device
-        )
+        r = torch.arange(-MAX_OFFSET, MAX_OFFSET + 1, device=self.w.device)
         known = sinusoids(r, self.w)
-        table = torch.cat((known, self.unknown))                # (2*64 + 2, D)
+        table = torch.cat((known, self.unknown))  # (2*64 + 2, D)
         return table, table
 
 
@@ -343,9 +316,9 @@ class T5Bias(Component):
         self.table = nn.Embedding(T5_BUCKETS + 1, cfg.n_head)
 
     def bias(self, pos):
-        bucket = t5_bucket(offset_matrix(pos))                  # (B, L, L)
+        bucket = t5_bucket(offset_matrix(pos))  # (B, L, L)
         bucket = torch.where(hidden_pairs(pos), T5_BUCKETS, bucket)
-        return self.table(bucket).permute(0, 3, 1, 2)           # (B, L, L, H) -> (B, H, L, L)
+        return self.table(bucket).permute(0, 3, 1, 2)  # (B, L, L, H) -> (B, H, L, L)
 
 
 class FactoredBias(Component):
@@ -355,19 +328,15 @@ class FactoredBias(Component):
         super().__init__(cfg)
         self.n_head = cfg.n_head
         self.table = nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_model)
-        self.f_q = XavierLinear(
-            cfg.d_model, cfg.d_model, bias=False
-        )
-        self.f_k = XavierLinear(
-            cfg.d_model, cfg.d_model, bias=False
-        )
+        self.f_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
+        self.f_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
 
     def bias(self, pos):
         r = self.table.weight
-        b = self.f_q(r) * self.f_k(r)                           # (R, C)
-        b = b.view(len(r), self.n_head, -1).sum(-1)             # (R, H)
-        b = F.embedding(offset_index(pos), b)                   # (B, L, L, H)
-        return b.permute(0, 3, 1, 2)                            # (B, H, L, L)
+        b = self.f_q(r) * self.f_k(r)  # (R, C)
+        b = b.view(len(r), self.n_head, -1).sum(-1)  # (R, H)
+        b = F.embedding(offset_index(pos), b)  # (B, L, L, H)
+        return b.permute(0, 3, 1, 2)  # (B, H, L, L)
 
 
 class Alibi(Component):
@@ -389,18 +358,16 @@ class Alibi(Component):
         return powers(n) + more[: n_head - n]
 
     def bias(self, pos):
-        distance = offset_matrix(pos).abs()[:, None]            # (B, 1, L, L)
-        bias = -self.slopes * distance.to(self.slopes.dtype)    # (B, H, L, L)
-        return torch.where(
-            hidden_pairs(pos)[:, None], self.unknown, bias
-        )
+        distance = offset_matrix(pos).abs()[:, None]  # (B, 1, L, L)
+        bias = -self.slopes * distance.to(self.slopes.dtype)  # (B, H, L, L)
+        return torch.where(hidden_pairs(pos)[:, None], self.unknown, bias)
 
 
 class Rotary(Component):
     """q and k rotated by their position, pairs interleaved, base 10000 (Su 2021): q_i . k_j then
     depends on j - i."""
 
-    hidden_ok = False                                           # no rotation stands for "unknown"
+    hidden_ok = False  # no rotation stands for "unknown"
     even = "d_head"
 
     def __init__(self, cfg):
@@ -408,8 +375,8 @@ class Rotary(Component):
         self.w = nn.Buffer(frequencies(cfg.d_head))
 
     def edit_qk(self, q, k, pos):
-        angles = pos[..., None].to(self.w.dtype) * self.w       # (B, L, D/2)
-        cos = angles.cos().to(q.dtype)[:, None]                 # (B, 1, L, D/2)
+        angles = pos[..., None].to(self.w.dtype) * self.w  # (B, L, D/2)
+        cos = angles.cos().to(q.dtype)[:, None]  # (B, 1, L, D/2)
         sin = angles.sin().to(q.dtype)[:, None]
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
@@ -432,27 +399,21 @@ class UntiedTable(nn.Module):
         self.n_head = cfg.n_head
         self.max_len = cfg.max_len
         # max_len positions, the unknown, then theta_1 and theta_2
-        self.table = nn.Embedding(
-            cfg.max_len + 1 + extra_rows, cfg.d_model
-        )
+        self.table = nn.Embedding(cfg.max_len + 1 + extra_rows, cfg.d_model)
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.u_q = XavierLinear(
-            cfg.d_model, cfg.d_model, bias=False
-        )
-        self.u_k = XavierLinear(
-            cfg.d_model, cfg.d_model, bias=False
-        )
+        self.u_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
+        self.u_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
 
     def forward(self, pos):
         """-> p_i U_Q and p_j U_K at the positions, (1 or B, H, L, D) each, and of all rows
         (rows, C)."""
-        p = self.norm(self.table.weight)                        # (rows, C)
+        p = self.norm(self.table.weight)  # (rows, C)
         all_q, all_k = self.u_q(p), self.u_k(p)
         rows = table_index(pos, self.max_len)
-        heads = (*rows.shape, self.n_head, -1)                  # (1 or B, L, H, D)
+        heads = (*rows.shape, self.n_head, -1)  # (1 or B, L, H, D)
         q = F.embedding(rows, all_q).view(heads)
         k = F.embedding(rows, all_k).view(heads)
-        q = q.transpose(1, 2)                                   # (1 or B, H, L, D)
+        q = q.transpose(1, 2)  # (1 or B, H, L, D)
         k = k.transpose(1, 2)
         return q, k, all_q, all_k
 
@@ -464,10 +425,10 @@ def reset_cls(v, theta):
     theta_1 fills a whole row, so the softmax cancels it and it never gets a gradient; it is here
     because the paper has it.
     """
-    first = torch.arange(v.size(-1), device=v.device) == 0      # [CLS] is index 0
+    first = torch.arange(v.size(-1), device=v.device) == 0  # [CLS] is index 0
     row, column = theta.view(2, -1, 1, 1)
-    v = torch.where(first, column, v)                           # the column first,
-    return torch.where(first[:, None], row, v)                  # then the row and (0, 0)
+    v = torch.where(first, column, v)  # the column first,
+    return torch.where(first[:, None], row, v)  # then the row and (0, 0)
 
 
 class Tupe(Component):
@@ -486,10 +447,8 @@ class Tupe(Component):
 
     def __init__(self, cfg, relative=None, reset=True):
         super().__init__(cfg)
-        self.positions = UntiedTable(
-            cfg, extra_rows=2 if reset else 0
-        )
-        self.offsets = relative(cfg) if relative else None      # tupe_r: T5's b_r
+        self.positions = UntiedTable(cfg, extra_rows=2 if reset else 0)
+        self.offsets = relative(cfg) if relative else None  # tupe_r: T5's b_r
         self.scale = (self.scale_terms * cfg.d_head) ** -0.5
         self.reset = reset
 
@@ -497,9 +456,9 @@ class Tupe(Component):
         # Each position has a vector p_i. Two matrices, U_Q and U_K, project all of them, and no
         # word ever passes through these. Words and positions give two terms of about the same size:
         # dividing both by sqrt(2D), not sqrt(D), keeps the size of their sum (P1 sec 3.3).
-        q, k, all_q, all_k = self.positions(pos)                # (1 or B, H, L, D); all: (rows, C)
-        v = q @ k.transpose(-1, -2) * self.scale                # P1's v_ij (1 or B, H, L, L)
-        if self.offsets is not None:                            # tupe_r's b_r
+        q, k, all_q, all_k = self.positions(pos)  # (1 or B, H, L, D); all: (rows, C)
+        v = q @ k.transpose(-1, -2) * self.scale  # P1's v_ij (1 or B, H, L, L)
+        if self.offsets is not None:  # tupe_r's b_r
             v = v + self.offsets.bias(pos)
         if not self.reset:
             return v
@@ -507,8 +466,8 @@ class Tupe(Component):
         # depend on distance. So its row and column are replaced, T5's part included (the released
         # code resets the two parts apart: departure), by theta_1 and theta_2 of each head, made
         # like the rest: p_t U_Q . p_t U_K, t being the last two rows of p.
-        theta = all_q[-2:] * all_k[-2:]                         # (2, C)
-        theta = theta.view(2, q.size(1), -1).sum(-1)            # (2, H)
+        theta = all_q[-2:] * all_k[-2:]  # (2, C)
+        theta = theta.view(2, q.size(1), -1).sum(-1)  # (2, H)
         return reset_cls(v, theta * self.scale)
 
 
@@ -520,17 +479,15 @@ class TupeFree(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = normal(
-            cfg.n_head, cfg.max_len + 1, cfg.max_len + 1
-        )
+        self.table = normal(cfg.n_head, cfg.max_len + 1, cfg.max_len + 1)
         self.theta = normal(2, cfg.n_head)
 
     def bias(self, pos):
         H, T, _ = self.table.shape
         row = table_index(pos, T - 1)
-        cell = row[:, :, None] * T + row[:, None, :]            # (B, L, L)
+        cell = row[:, :, None] * T + row[:, None, :]  # (B, L, L)
         cells = self.table.view(H, T * T).t()
-        v = F.embedding(cell, cells)                            # (B, L, L, H)
+        v = F.embedding(cell, cells)  # (B, L, L, H)
         return reset_cls(v.permute(0, 3, 1, 2), self.theta)
 
 
@@ -599,16 +556,12 @@ PE_NAMES = list(SCHEMES)
 
 
 def component_class(name):
-    return getattr(SCHEMES[name], "func", SCHEMES[name])        # looks through partial()
+    return getattr(SCHEMES[name], "func", SCHEMES[name])  # looks through partial()
 
 
 def used_hooks(name):
     cls = component_class(name)
-    return [
-        hook
-        for hook in HOOKS
-        if getattr(cls, hook) is not getattr(Component, hook)
-    ]
+    return [hook for hook in HOOKS if getattr(cls, hook) is not getattr(Component, hook)]
 
 
 def parse_pe(pe: str) -> list[str]:
@@ -617,24 +570,17 @@ def parse_pe(pe: str) -> list[str]:
     parts = []
     for name in pe.split("+"):
         meaning = SCHEMES.get(name)
-        parts += (
-            meaning.split("+")
-            if isinstance(meaning, str)
-            else [name]
-        )
+        parts += meaning.split("+") if isinstance(meaning, str) else [name]
     owner = {}
     for part in parts:
         if part not in SCHEMES:
             raise ValueError(
-                f"unknown pe {part!r}; choose from {', '.join(PE_NAMES)}, or a sum "
-                "such as rope+t5"
+                f"unknown pe {part!r}; choose from {', '.join(PE_NAMES)}, or a sum such as rope+t5"
             )
         if len(parts) == 1 or pe in SCHEMES:
             continue
         if component_class(part).alone:
-            raise ValueError(
-                f"pe {pe}: {part} stands alone, it cannot be part of a sum"
-            )
+            raise ValueError(f"pe {pe}: {part} stands alone, it cannot be part of a sum")
         for hook in used_hooks(part):
             if hook in owner:
                 raise ValueError(
@@ -657,17 +603,13 @@ class Pairs:
 
     def pick(self, x):
         """(B, H, L, R) -> (B, H, L, L): for each pair the entry of its row."""
-        index = self.index[:, None].expand(
-            x.size(0), x.size(1), -1, -1
-        )
+        index = self.index[:, None].expand(x.size(0), x.size(1), -1, -1)
         return x.gather(-1, index)
 
     def add_up(self, A, n_rows):
         """(B, H, L, L) -> (B, H, L, R): the sum over j of the pairs that share a row."""
         zeros = A.new_zeros(*A.shape[:-1], n_rows)
-        return zeros.scatter_add(
-            -1, self.index[:, None].expand_as(A), A
-        )
+        return zeros.scatter_add(-1, self.index[:, None].expand_as(A), A)
 
 
 class PositionalScheme(nn.Module):
@@ -676,9 +618,7 @@ class PositionalScheme(nn.Module):
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
         names = parse_pe(cfg.pe)
-        self.parts = nn.ModuleDict(
-            {name: SCHEMES[name](cfg) for name in names}
-        )
+        self.parts = nn.ModuleDict({name: SCHEMES[name](cfg) for name in names})
         parts = self.parts.values()
         n_terms = max(part.scale_terms for part in parts)
         self.scale = (n_terms * cfg.d_head) ** -0.5
@@ -689,9 +629,7 @@ class PositionalScheme(nn.Module):
         for name, part in self.parts.items():
             for hook in used_hooks(name):
                 self.at[hook] = part
-        self.in_logits = any(
-            self.at[hook] for hook in HOOKS if hook != "embed"
-        )
+        self.in_logits = any(self.at[hook] for hook in HOOKS if hook != "embed")
 
     def own_table(self):
         """The pair head's table of offsets, where each attention layer has its own: rel_k."""
@@ -707,12 +645,10 @@ class PositionalScheme(nn.Module):
         if self.at["bias"]:
             bias = self.at["bias"].bias(pos)
         if pad is not None:
-            masked = pad[:, None, None, :]                      # (B, 1, 1, L)
+            masked = pad[:, None, None, :]  # (B, 1, 1, L)
         L = pos.size(1)
-        if causal:                                              # by index, not by position
-            future = torch.ones(
-                L, L, dtype=torch.bool, device=pos.device
-            ).triu(1)
+        if causal:  # by index, not by position
+            future = torch.ones(L, L, dtype=torch.bool, device=pos.device).triu(1)
             masked = future if masked is None else masked | future
         if masked is not None:
             if bias is None:
@@ -720,9 +656,7 @@ class PositionalScheme(nn.Module):
             bias = bias.masked_fill(masked, float("-inf"))
         return None if bias is None else bias.to(dtype).contiguous()
 
-    def terms(
-        self, q, k, pos, layer, bias, in_order=False, key_table=None
-    ):
+    def terms(self, q, k, pos, layer, bias, in_order=False, key_table=None):
         """-> q, k, bias such that the logits are scale * q k^T + bias, and what is added to the
         values: (pairs, table) or None. key_table: the pair head's own."""
         plain = q
@@ -741,9 +675,9 @@ class PositionalScheme(nn.Module):
             pairs = fast.InOrder(q.size(2), MAX_OFFSET)
         else:
             pairs = Pairs(offset_index(pos))
-        keys = pairs.rows(keys).to(q.dtype)                     # (R, D)
-        term = plain * self.scale @ keys.t()                    # (B, H, L, R)
-        term = pairs.pick(term)                                 # (B, H, L, L)
+        keys = pairs.rows(keys).to(q.dtype)  # (R, D)
+        term = plain * self.scale @ keys.t()  # (B, H, L, R)
+        term = pairs.pick(term)  # (B, H, L, L)
         bias = term if bias is None else term + bias
         if values is None:
             return q, k, bias, None
@@ -773,8 +707,8 @@ class Block(nn.Module):
 
     def heads(self, x):
         """(B, L, C) -> q, k, v, (B, H, L, D) each."""
-        x = self.qkv(x)                                         # (B, L, 3C)
-        x = x.unflatten(-1, (3, self.n_head, -1))               # (B, L, 3, H, D)
+        x = self.qkv(x)  # (B, L, 3C)
+        x = x.unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
         return x.permute(2, 0, 3, 1, 4)
 
     def forward(self, x, scheme, pos, bias, in_order):
@@ -784,25 +718,23 @@ class Block(nn.Module):
         q, k, v = self.heads(x)
         p = self.attn_dropout if self.training else 0.0
         # What the scheme does to queries and keys, and its part of the scores.
-        q, k, bias, for_values = scheme.terms(
-            q, k, pos, self.layer, bias, in_order
-        )
+        q, k, bias, for_values = scheme.terms(q, k, pos, self.layer, bias, in_order)
         if q.is_cuda and for_values is None:
             y = fast.attention(q, k, v, bias, p, scheme.scale)
         else:
             # Who looks where: q_i . k_j, plus what the scheme says of (i, j) whatever the words.
-            scores = q * scheme.scale @ k.transpose(-1, -2)     # (B, H, L, L)
+            scores = q * scheme.scale @ k.transpose(-1, -2)  # (B, H, L, L)
             scores = scores if bias is None else scores + bias
-            A = scores.softmax(-1)                              # a row sums to 1 over the keys
+            A = scores.softmax(-1)  # a row sums to 1 over the keys
             A = fast.drop(A, p) if p else A
-            y = A @ v                                           # (B, H, L, D)
+            y = A @ v  # (B, H, L, D)
             if for_values is not None:
                 # rel: sum_j A_ij a_r(ij). First the weight that each row i gives to each offset,
                 # then one product: (B, H, L, R) @ (R, D).
                 pairs, values = for_values
                 weights = pairs.add_up(A, len(values))
                 y = y + weights @ values.to(A.dtype)
-        y = y.transpose(1, 2).reshape(B, L, C)                  # (B, H, L, D) -> (B, L, C)
+        y = y.transpose(1, 2).reshape(B, L, C)  # (B, H, L, D) -> (B, L, C)
         x = self.norm1(x + self.drop(self.out(y)))
         y = self.fc2(F.gelu(self.fc1(x)))
         return self.norm2(x + self.drop(y))
@@ -821,14 +753,10 @@ class Encoder(nn.Module):
         self.pe = PositionalScheme(cfg)
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
         self.drop = fast.dropout(cfg.dropout)
-        self.blocks = nn.ModuleList(
-            Block(cfg, layer) for layer in range(cfg.n_layer)
-        )
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         self.apply(init_weights)
 
-    def forward(
-        self, tokens, pos=None, pad=None, causal=False, n_layer=None
-    ):
+    def forward(self, tokens, pos=None, pad=None, causal=False, n_layer=None):
         """Token ids -> hidden states.
 
         tokens (B, L) int64, [CLS] at index 0; pos (L,) or (B, L) int64, None = arange(L),
@@ -838,11 +766,9 @@ class Encoder(nn.Module):
         in_order = pos is None  # then tables of offsets are read faster
         if pos is None:
             pos = torch.arange(tokens.size(1), device=tokens.device)
-        pos = torch.atleast_2d(pos)                             # (L,) -> (1, L), one for all rows
+        pos = torch.atleast_2d(pos)  # (L,) -> (1, L), one for all rows
         x = self.drop(self.embed(tokens, pos))
-        bias = self.pe.bias_and_mask(
-            pos, pad, causal, compute_dtype(x)
-        )
+        bias = self.pe.bias_and_mask(pos, pad, causal, compute_dtype(x))
         for block in self.blocks[:n_layer]:
             x = block(x, self.pe, pos, bias, in_order)
         return x
@@ -855,32 +781,19 @@ class Encoder(nn.Module):
             x = x + self.pe.at["embed"].embed(pos)
         return self.norm(x)
 
-    def logits(
-        self,
-        q,
-        k,
-        pos,
-        layer,
-        pad=None,
-        causal=False,
-        key_table=None,
-    ):
+    def logits(self, q, k, pos, layer, pad=None, causal=False, key_table=None):
         """Attention logits before the softmax, as an attention layer of this model has them.
 
         q, k (B, H, L, D); pos (1 or B, L); layer an index; key_table an nn.Embedding, the pair
         head's own where own_table() gives one -> (B, H, L, L).
         """
         bias = self.pe.bias_and_mask(pos, pad, causal, q.dtype)
-        q, k, bias, _ = self.pe.terms(
-            q, k, pos, layer, bias, key_table=key_table
-        )
+        q, k, bias, _ = self.pe.terms(q, k, pos, layer, bias, key_table=key_table)
         scores = q * self.pe.scale @ k.transpose(-1, -2)
         return scores if bias is None else scores + bias
 
     @torch.no_grad()
-    def layer_logits(
-        self, tokens, layer=0, pos=None, pad=None, causal=False
-    ):
+    def layer_logits(self, tokens, layer=0, pos=None, pad=None, causal=False):
         """Logits of one layer, dropout off; arguments as forward's -> (B, H, L, L)."""
         was_training = self.training
         self.eval()

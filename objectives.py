@@ -41,16 +41,9 @@ import torch.nn.functional as F
 import fast
 from common import check_settings, setting
 from data import word_starts
-from model import (
-    N_SPECIALS,
-    UNKNOWN_POS,
-    Encoder,
-    XavierLinear,
-    compute_dtype,
-    init_weights,
-)
+from model import N_SPECIALS, UNKNOWN_POS, Encoder, XavierLinear, compute_dtype, init_weights
 
-PAIR_HIDDEN = 64                                                # width of the pair head's MLP
+PAIR_HIDDEN = 64  # width of the pair head's MLP
 
 
 @dataclass
@@ -61,28 +54,18 @@ class ObjectiveConfig:
     presets set mask_rate, and train.py prints a note).
     """
 
-    objective: str = setting(
-        "mlm", "what is predicted, or a sum such as mlm+pplm"
-    )
-    loss_weights: tuple | None = setting(
-        None, "one for each part of the sum", "(0, 1e9)"
-    )
-    mask_rate: float = setting(
-        0.15, "share of tokens selected", "(0, 1)"
-    )
+    objective: str = setting("mlm", "what is predicted, or a sum such as mlm+pplm")
+    loss_weights: tuple | None = setting(None, "one for each part of the sum", "(0, 1e9)")
+    mask_rate: float = setting(0.15, "share of tokens selected", "(0, 1)")
     whole_word: bool = setting(False, "select whole words")
     mlm_on: str = setting(
         "masked",
         "score the masked tokens, or all (P2's MLM+TP: the two means added)",
         ("masked", "all"),
     )
-    pos_rate: float = setting(
-        0.60, "share of positions hidden or permuted (P0)", "(0, 1)"
-    )
+    pos_rate: float = setting(0.60, "share of positions hidden or permuted (P0)", "(0, 1)")
     pair_loss: str = setting(
-        "ce",
-        "how a pair's offset is scored (P0's future work)",
-        ("ce", "wasserstein", "smooth_l1"),
+        "ce", "how a pair's offset is scored (P0's future work)", ("ce", "wasserstein", "smooth_l1")
     )
     pair_scores: str = setting(
         "total",
@@ -90,9 +73,7 @@ class ObjectiveConfig:
         "content: without (P0's formula, scaled)",
         ("total", "content"),
     )
-    pair_head: str = setting(
-        "mlp", "between the scores and the classes", ("mlp", "linear")
-    )
+    pair_head: str = setting("mlp", "between the scores and the classes", ("mlp", "linear"))
     pair_from: str = setting(
         "own",
         "scores of a layer of the head's own, or of the last block, as "
@@ -111,67 +92,45 @@ class ObjectiveConfig:
         "the word there was, word and position (P2's code)",
         ("input", "original", "input_layer"),
     )
-    tc_window: int = setting(
-        5, "odd: positives stand at most (W-1)/2 away", "[3, 1e5]"
-    )
+    tc_window: int = setting(5, "odd: positives stand at most (W-1)/2 away", "[3, 1e5]")
     tc_negatives: int = setting(50, "tokens of other rows", "[1, 1e5]")
-    tc_temperature: float = setting(
-        0.07, "of the softmax over cosines", "(0, 1e9)"
-    )
+    tc_temperature: float = setting(0.07, "of the softmax over cosines", "(0, 1e9)")
 
     def __post_init__(self):
         check_settings(self)
         if self.tc_window % 2 == 0:
-            raise ValueError(
-                f"--tc_window is {self.tc_window}; it must be odd"
-            )
+            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd")
         # Parts in the order of corruption, whatever the spelling, and their weights with them.
         given = spell_out(self.objective)
         names = parse_objective(self.objective)
         if self.loss_weights is not None:
             if len(self.loss_weights) != len(given):
-                raise ValueError(
-                    f"--loss_weights: {'+'.join(given)} wants {len(given)} numbers"
-                )
-            self.loss_weights = tuple(
-                self.loss_weights[given.index(name)] for name in names
-            )
+                raise ValueError(f"--loss_weights: {'+'.join(given)} wants {len(given)} numbers")
+            self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
         self.objective = "+".join(names)
         for name in without_effect(self, names):
             if not name.endswith("_rate"):
                 raise ValueError(
-                    f"--{name} is for {', '.join(users(name))}; the objective is "
-                    f"{self.objective}"
+                    f"--{name} is for {', '.join(users(name))}; the objective is {self.objective}"
                 )
         for name in ("tc_on", "tc_embedding"):
             value = getattr(self, name)
             if value in ("masked", "unmasked", "original") and "mlm" not in names:
                 raise ValueError(
-                    f"--{name} {value} needs mlm, which masks; the objective is "
-                    f"{self.objective}"
+                    f"--{name} {value} needs mlm, which masks; the objective is {self.objective}"
                 )
 
 
 def users(setting_name):
     """The objectives that a setting is for; all, if none names it."""
-    parts = [
-        name for name in OBJECTIVES if isinstance(OBJECTIVES[name], type)
-    ]
-    return [
-        name
-        for name in parts
-        if setting_name in OBJECTIVES[name].settings
-    ] or parts
+    parts = [name for name in OBJECTIVES if isinstance(OBJECTIVES[name], type)]
+    return [name for name in parts if setting_name in OBJECTIVES[name].settings] or parts
 
 
 def without_effect(cfg, names):
     """The settings that were changed, but are for objectives other than these."""
-    changed = [
-        f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default
-    ]
-    return [
-        name for name in changed if not set(users(name)) & set(names)
-    ]
+    changed = [f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default]
+    return [name for name in changed if not set(users(name)) & set(names)]
 
 
 def spell_out(objective: str) -> list[str]:
@@ -179,9 +138,7 @@ def spell_out(objective: str) -> list[str]:
     parts = []
     for name in objective.split("+"):
         meaning = OBJECTIVES.get(name)
-        parts += (
-            meaning.split("+") if isinstance(meaning, str) else [name]
-        )
+        parts += meaning.split("+") if isinstance(meaning, str) else [name]
     return parts
 
 
@@ -199,42 +156,29 @@ def parse_objective(objective: str) -> list[str]:
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ValueError(
-                f"objective {objective}: at most one {kind} objective "
-                f"({', '.join(of_kind(kind))})"
+                f"objective {objective}: at most one {kind} objective ({', '.join(of_kind(kind))})"
             )
     if "clm" in names and {"sentence", "position"} & set(kinds):
         raise ValueError(
             f"objective {objective}: clm reads from the left, so it goes with neither "
             "positions nor nsp"
         )
-    return sorted(
-        names, key=lambda name: KINDS.index(OBJECTIVES[name].kind)
-    )
+    return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
 
 
 def of_kind(kind):
-    return [
-        name
-        for name in OBJECTIVES
-        if getattr(OBJECTIVES[name], "kind", None) == kind
-    ]
+    return [name for name in OBJECTIVES if getattr(OBJECTIVES[name], "kind", None) == kind]
 
 
 def new_batch(tokens, vocab_size) -> dict:
     """Clean rows (B, L) -> the dictionary that objectives corrupt."""
-    return {
-        "tokens": tokens,
-        "original": tokens,
-        "eligible": tokens < vocab_size - N_SPECIALS
-    }
+    return {"tokens": tokens, "original": tokens, "eligible": tokens < vocab_size - N_SPECIALS}
 
 
 def stream(device, *key) -> torch.Generator:
     """A generator that is a pure function of its key, such as (seed, step, micro, name)."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(
-        int.from_bytes(digest, "little") >> 1
-    )
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def select(eligible, rate, generator, starts=None):
@@ -268,10 +212,10 @@ KINDS = ["sentence", "token", "position", "contrastive"]
 class Objective(nn.Module):
     """To add an objective, subclass this, override some of these, and add a line to OBJECTIVES."""
 
-    kind = "token"                                              # one of KINDS
+    kind = "token"  # one of KINDS
     settings = ()  # the fields of ObjectiveConfig that are for it
-    hides_positions = False                                     # puts UNKNOWN_POS into pos
-    min_rows = 1                                                # that a batch must have
+    hides_positions = False  # puts UNKNOWN_POS into pos
+    min_rows = 1  # that a batch must have
 
     def __init__(self, encoder: Encoder, cfg: ObjectiveConfig):
         super().__init__()
@@ -321,7 +265,7 @@ class TokenObjective(Objective):
             weight,
             cross_entropy,
             predict,
-            self.vocab_size
+            self.vocab_size,
         )
 
 
@@ -350,49 +294,32 @@ class MLM(TokenObjective):
         bool."""
         original, eligible = batch["original"], batch["eligible"]
         starts = None
-        if self.starts is not None:                             # after a special a word begins too
+        if self.starts is not None:  # after a special a word begins too
             starts = self.starts[original] | ~eligible.roll(1, 1)
-        slots, valid = select(
-            eligible, self.cfg.mask_rate, generator, starts
-        )
-        target = original.gather(1, slots)                      # (B, k)
+        slots, valid = select(eligible, self.cfg.mask_rate, generator, starts)
+        target = original.gather(1, slots)  # (B, k)
         # 80% [MASK], 10% a random word, 10% as they were: fine-tuning will show no [MASK].
-        dice = torch.rand(
-            slots.shape, generator=generator, device=slots.device
-        )
+        dice = torch.rand(slots.shape, generator=generator, device=slots.device)
         random = torch.randint(
-            self.vocab_size - N_SPECIALS,
-            slots.shape,
-            generator=generator,
-            device=slots.device,
+            self.vocab_size - N_SPECIALS, slots.shape, generator=generator, device=slots.device
         )
         shown = torch.where(dice < 0.9, random, target)
         shown = torch.where(dice < 0.8, self.mask_id, shown)
         shown = torch.where(valid, shown, target)
         batch["tokens"] = batch["tokens"].scatter(1, slots, shown)
         masked = torch.zeros_like(eligible).scatter(1, slots, valid)
-        batch.update(
-            mlm_slots=slots,
-            mlm_target=target,
-            mlm_weight=valid,
-            mlm_masked=masked,
-        )
+        batch.update(mlm_slots=slots, mlm_target=target, mlm_weight=valid, mlm_masked=masked)
 
     def loss(self, encoder, hidden, batch):
         # The head runs at the k slots only: with 15% of the places that is a seventh of its cost.
-        slots = batch["mlm_slots"][..., None].expand(
-            -1, -1, hidden.size(-1)
-        )
-        at_slots = hidden.gather(1, slots).flatten(0, 1)        # (B k, C)
+        slots = batch["mlm_slots"][..., None].expand(-1, -1, hidden.size(-1))
+        at_slots = hidden.gather(1, slots).flatten(0, 1)  # (B k, C)
         target = batch["mlm_target"].flatten()
         weight = batch["mlm_weight"].flatten()
         loss, right = self.score(encoder, at_slots, target, weight)
         if self.cfg.mlm_on == "all":  # plus the mean over the rest (P2 sec 5.2, MLM+TP)
             rest = (batch["eligible"] & ~batch["mlm_masked"]).flatten()
-            hidden, words = (
-                hidden.flatten(0, 1),
-                batch["original"].flatten(),
-            )
+            hidden, words = (hidden.flatten(0, 1), batch["original"].flatten())
             loss = loss + self.score(encoder, hidden, words, rest)[0]
         return loss, {} if self.training else {"mlm_accuracy": right}
 
@@ -435,9 +362,7 @@ class PairHead(nn.Module):
             if cfg.pair_scores == "total":
                 self.table = encoder.pe.own_table()
         self.psi = nn.Sequential(
-            XavierLinear(self.n_head, PAIR_HIDDEN),
-            nn.GELU(),
-            XavierLinear(PAIR_HIDDEN, n_class),
+            XavierLinear(self.n_head, PAIR_HIDDEN), nn.GELU(), XavierLinear(PAIR_HIDDEN, n_class)
         )
         if cfg.pair_head == "linear":
             self.psi = XavierLinear(self.n_head, n_class)
@@ -446,9 +371,7 @@ class PairHead(nn.Module):
         """(B, L, C) -> s (B, n, n, H) over the inner places."""
         B, L, C = hidden.shape
         if self.cfg.pair_from == "last":  # the last block's input, made again (other dropout)
-            before = encoder(
-                batch["tokens"], batch["pos"], n_layer=self.last
-            )
+            before = encoder(batch["tokens"], batch["pos"], n_layer=self.last)
             q, k, _ = encoder.blocks[-1].heads(before)
         else:
             heads = (B, L, self.n_head, -1)
@@ -456,12 +379,10 @@ class PairHead(nn.Module):
             k = self.key(hidden).view(heads).transpose(1, 2)
         if self.cfg.pair_scores == "total":
             # (B, H, L, L)
-            s = encoder.logits(
-                q, k, batch["pos"], self.last, key_table=self.table
-            )
+            s = encoder.logits(q, k, batch["pos"], self.last, key_table=self.table)
         else:
             s = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
-        return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)          # (B, n, n, H)
+        return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)  # (B, n, n, H)
 
 
 # Measures: logits (N, classes) and true classes (N,) -> losses (N,). A pair's class is its offset
@@ -478,16 +399,14 @@ def wasserstein(logits, label):
     where the softmax has no gradient. The three runs so far ended there (results/older.md).
     """
     classes = torch.arange(logits.size(1), device=label.device)
-    distance = (classes - label[:, None]).abs()                 # (N, 2L-1)
+    distance = (classes - label[:, None]).abs()  # (N, 2L-1)
     return (logits.softmax(-1) * distance).sum(-1)
 
 
 def smooth_l1(logits, label, L):
     """One number a pair, the offset as a share of L; quadratic within one place."""
     true = (label - (L - 1)) / L
-    return F.smooth_l1_loss(
-        logits[:, 0], true, beta=1 / L, reduction="none"
-    )
+    return F.smooth_l1_loss(logits[:, 0], true, beta=1 / L, reduction="none")
 
 
 def nearest(logits, L):
@@ -504,13 +423,7 @@ class PPLM(Objective):
     """
 
     name, kind, classes = "pplm", "position", None
-    settings = (
-        "pos_rate",
-        "pair_loss",
-        "pair_scores",
-        "pair_head",
-        "pair_from",
-    )
+    settings = ("pos_rate", "pair_loss", "pair_scores", "pair_head", "pair_from")
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
@@ -518,11 +431,7 @@ class PPLM(Objective):
         self.measure, self.predict, n_class = {
             "ce": (cross_entropy, likeliest, 2 * self.L - 1),
             "wasserstein": (wasserstein, likeliest, 2 * self.L - 1),
-            "smooth_l1": (
-                partial(smooth_l1, L=self.L),
-                partial(nearest, L=self.L),
-                1,
-            ),
+            "smooth_l1": (partial(smooth_l1, L=self.L), partial(nearest, L=self.L), 1),
         }[cfg.pair_loss]
         self.head = PairHead(encoder, cfg, self.classes or n_class)
 
@@ -536,20 +445,14 @@ class PPLM(Objective):
     def corrupt(self, batch, generator):
         """Adds pos (B, L), in which the selected tokens have each other's positions."""
         B, L = batch["tokens"].shape
-        slots, valid = select(
-            batch["eligible"], self.cfg.pos_rate, generator
-        )
+        slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)
         true = torch.arange(L, device=slots.device).expand(B, L)
         # The words stay where they are in the tensor; only the positions they claim are shuffled.
         # Sorting random numbers permutes the k slots. Slots that are not valid (specials, in rows
         # with fewer than k words) draw 2, 3, .., above all others and in order: they stay put.
-        order = torch.rand(
-            slots.shape, generator=generator, device=slots.device
-        )
+        order = torch.rand(slots.shape, generator=generator, device=slots.device)
         last = 2.0 + torch.arange(slots.size(1), device=slots.device)
-        donors = slots.gather(
-            1, torch.where(valid, order, last).argsort(1)
-        )
+        donors = slots.gather(1, torch.where(valid, order, last).argsort(1))
         batch["pos"] = true.scatter(1, slots, donors)
 
     def targets(self, true, given, i_touched, j_touched):
@@ -560,25 +463,18 @@ class PPLM(Objective):
         return true + self.L - 1, True
 
     def loss(self, encoder, hidden, batch):
-        pos = batch["pos"][:, 1:-1]                             # (B, n): the inner places
+        pos = batch["pos"][:, 1:-1]  # (B, n): the inner places
         eligible = batch["eligible"][:, 1:-1]
         place = torch.arange(1, pos.size(1) + 1, device=pos.device)  # [CLS] has place 0
-        true = place - place[:, None]                           # (n, n): j - i
-        given = pos[:, None] - pos[:, :, None]                  # (B, n, n)
+        true = place - place[:, None]  # (n, n): j - i
+        given = pos[:, None] - pos[:, :, None]  # (B, n, n)
         touched = pos != place
-        label, counts = self.targets(
-            true, given, touched[:, :, None], touched[:, None]
-        )
+        label, counts = self.targets(true, given, touched[:, :, None], touched[:, None])
         # (B, n, n)
-        weight = (
-            eligible[:, :, None]
-            & eligible[:, None]
-            & (true != 0)
-            & counts
-        )
+        weight = eligible[:, :, None] & eligible[:, None] & (true != 0) & counts
         # One more attention layer looks at the final hidden states. Its scores s_ij, one a head,
         # are all that psi sees of a pair: from these few numbers it names the offset.
-        s = self.head.scores(encoder, hidden, batch)            # (B, n, n, H)
+        s = self.head.scores(encoder, hidden, batch)  # (B, n, n, H)
         # n^2 pairs a row, each with a softmax over 2L - 1 offsets: psi runs in chunks.
         loss, right = fast.loss_in_chunks(
             self.head.psi,
@@ -591,9 +487,7 @@ class PPLM(Objective):
         )
         if self.cfg.pair_from == "last":  # every weight has a gradient, as DDP wants: 0
             loss = loss + 0 * hidden.sum()
-        return loss, {} if self.training else {
-            f"{self.name}_accuracy": right
-        }
+        return loss, {} if self.training else {f"{self.name}_accuracy": right}
 
 
 class PMLM(PPLM):
@@ -607,12 +501,8 @@ class PMLM(PPLM):
 
     def corrupt(self, batch, generator):
         B, L = batch["tokens"].shape
-        true = torch.arange(L, device=batch["tokens"].device).expand(
-            B, L
-        )
-        slots, valid = select(
-            batch["eligible"], self.cfg.pos_rate, generator
-        )
+        true = torch.arange(L, device=batch["tokens"].device).expand(B, L)
+        slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)
         shown = torch.where(valid, UNKNOWN_POS, slots)
         batch["pos"] = true.scatter(1, slots, shown)
 
@@ -655,20 +545,14 @@ class TC(Objective):
     """
 
     kind, min_rows = "contrastive", 2
-    settings = (
-        "tc_on",
-        "tc_embedding",
-        "tc_window",
-        "tc_negatives",
-        "tc_temperature",
-    )
+    settings = ("tc_on", "tc_embedding", "tc_window", "tc_negatives", "tc_temperature")
 
     def corrupt(self, batch, generator):
         """Draws tc_candidates (B, L, 1 + K), places in the flat batch, the positive first, and
         tc_weight (B, L)."""
         eligible = batch["eligible"]
         B, L = eligible.shape
-        m = eligible.sum(1, keepdim=True)                       # (B, 1) eligible tokens of a row
+        m = eligible.sum(1, keepdim=True)  # (B, 1) eligible tokens of a row
         anchors = eligible
         if self.cfg.tc_on == "masked":
             anchors = batch["mlm_masked"]
@@ -678,10 +562,7 @@ class TC(Objective):
         positives = self.positives(eligible, m, generator)[..., None]
         negatives = self.negatives(eligible, m, generator)
         candidates = torch.cat((rows + positives, negatives), -1)
-        batch.update(
-            tc_candidates=candidates,
-            tc_weight=anchors & (m > 1) & (m.sum() > m),
-        )
+        batch.update(tc_candidates=candidates, tc_weight=anchors & (m > 1) & (m.sum() > m))
 
     def positives(self, eligible, m, generator):
         """A uniform eligible place other than i at distance 1 .. (W-1)/2; where there is none, any
@@ -690,18 +571,16 @@ class TC(Objective):
         device, half = eligible.device, (self.cfg.tc_window - 1) // 2
         place = torch.arange(L, device=device)
         steps = torch.arange(-half, half, device=device)
-        steps = steps + (steps >= 0)                            # -half .. half without 0
-        near = place[:, None] + steps                           # (L, W-1)
+        steps = steps + (steps >= 0)  # -half .. half without 0
+        near = place[:, None] + steps  # (L, W-1)
         inside = (near >= 0) & (near < L)
-        free = eligible[:, near.clamp(0, L - 1)] & inside       # (B, L, W-1)
-        score = torch.rand(
-            free.shape, generator=generator, device=device
-        )
+        free = eligible[:, near.clamp(0, L - 1)] & inside  # (B, L, W-1)
+        score = torch.rand(free.shape, generator=generator, device=device)
         score = score.masked_fill(~free, -1)
-        best, which = score.max(-1)                             # (B, L)
+        best, which = score.max(-1)  # (B, L)
         # Any other: the u-th eligible place, i itself left out.
         order = (~eligible).long().sort(dim=1, stable=True).indices  # eligible places first
-        rank = eligible.long().cumsum(1) - 1                    # of i among them
+        rank = eligible.long().cumsum(1) - 1  # of i among them
         u = draw((m - 1).clamp(min=1).expand(B, L), generator)
         far = order.gather(1, u + (u >= rank))
         return torch.where(best >= 0, place + steps[which], far)
@@ -711,49 +590,40 @@ class TC(Objective):
         batch."""
         B, L = eligible.shape
         order = (~eligible.flatten()).long().sort(stable=True).indices  # all eligible, row by row
-        first = (m.cumsum(0) - m)[..., None]                    # (B, 1, 1) rank of the row's first
+        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1) rank of the row's first
         others = (m.sum() - m).clamp(min=1)[..., None]
         u = draw(others.expand(B, L, self.cfg.tc_negatives), generator)
-        u = torch.where(u >= first, u + m[..., None], u)        # jumps over the row itself
+        u = torch.where(u >= first, u + m[..., None], u)  # jumps over the row itself
         return order[u]
 
     def embedding(self, encoder, batch):
         """e (B, L, C): what is subtracted."""
-        if self.cfg.tc_embedding == "input_layer":              # P2's code
+        if self.cfg.tc_embedding == "input_layer":  # P2's code
             tokens = batch["tokens"]
-            in_order = torch.arange(
-                tokens.size(1), device=tokens.device
-            )[None]
+            in_order = torch.arange(tokens.size(1), device=tokens.device)[None]
             return encoder.embed(tokens, batch.get("pos", in_order))
-        tokens = batch[
-            "tokens" if self.cfg.tc_embedding == "input" else "original"
-        ]
+        tokens = batch["tokens" if self.cfg.tc_embedding == "input" else "original"]
         return encoder.tok(tokens) * encoder.pe.token_scale
 
     def loss(self, encoder, hidden, batch):
         """P2 eq 6 to 8, with the exp that eq 6 and 7 lack (departure): cross-entropy of the
         positive among 1 + K candidates, mean over the anchors."""
         g = hidden - self.embedding(encoder, batch)
-        g = F.normalize(g.float(), dim=-1)                      # (B, L, C)
+        g = F.normalize(g.float(), dim=-1)  # (B, L, C)
         # Training under autocast takes 16 bits: a quarter of the time. Validation takes all: in
         # bf16 close candidates tie.
-        dtype, precision = (
-            compute_dtype(hidden),
-            contextlib.nullcontext(),
-        )
+        dtype, precision = (compute_dtype(hidden), contextlib.nullcontext())
         if not self.training:
             dtype = g.dtype
             precision = torch.autocast(hidden.device.type, enabled=False)
-        flat = g.detach().flatten(0, 1).to(dtype)               # (B L, C)
+        flat = g.detach().flatten(0, 1).to(dtype)  # (B L, C)
         candidates = F.embedding(batch["tc_candidates"], flat)  # (B, L, 1+K, C)
         with precision:
             g = g.to(dtype)
             cosines = torch.einsum("blc,blkc->blk", g, candidates)
         logits = cosines.float() / self.cfg.tc_temperature
         weight = batch["tc_weight"].float()
-        loss = weighted_mean(
-            logits.logsumexp(-1) - logits[..., 0], weight
-        )
+        loss = weighted_mean(logits.logsumexp(-1) - logits[..., 0], weight)
         if self.training:
             return loss, {}
         right = logits[..., 0] > logits[..., 1:].amax(-1)
@@ -790,20 +660,16 @@ class NSP(Objective):
         tokens, device = batch["original"], batch["original"].device
         B, L = tokens.shape
         m = batch["eligible"].sum(1, keepdim=True)
-        second = batch["eligible"].cumsum(1) > m // 2           # (B, L)
-        middle = second.long().argmax(1, keepdim=True)          # (B, 1)
-        order = torch.rand(
-            B, generator=generator, device=device
-        ).argsort()
+        second = batch["eligible"].cumsum(1) > m // 2  # (B, L)
+        middle = second.long().argmax(1, keepdim=True)  # (B, 1)
+        order = torch.rand(B, generator=generator, device=device).argsort()
         chosen = order[: max(2, B // 2)]
         stay = torch.arange(B, device=device)
         donor = stay.scatter(0, chosen, chosen.roll(1))
         if B < 4:  # two rows can only trade: then a coin decides
             coin = torch.rand((), generator=generator, device=device)
-            donor = torch.where(
-                coin < B / (2 * len(chosen)), donor, stay
-            )
-        after = torch.arange(L, device=device) > middle         # (B, L)
+            donor = torch.where(coin < B / (2 * len(chosen)), donor, stay)
+        after = torch.arange(L, device=device) > middle  # (B, L)
         mixed = torch.where(after, tokens[donor], tokens)
         mixed = mixed.scatter(1, middle, self.sep_id)
         mixed = torch.where(m > 2, mixed, tokens)  # too short for two halves: left alone
@@ -849,13 +715,9 @@ class Pretraining(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.names = cfg.objective.split("+")
-        self.weights = dict(
-            zip(self.names, cfg.loss_weights or [1.0] * len(self.names))
-        )
+        self.weights = dict(zip(self.names, cfg.loss_weights or [1.0] * len(self.names)))
         self.causal = "clm" in self.names
-        parts = {
-            name: OBJECTIVES[name](encoder, cfg) for name in self.names
-        }
+        parts = {name: OBJECTIVES[name](encoder, cfg) for name in self.names}
         self.objectives = nn.ModuleDict(parts)
         self.objectives.apply(init_weights)
         self.min_rows = max(part.min_rows for part in parts.values())
@@ -875,9 +737,7 @@ class Pretraining(nn.Module):
     def corrupt(self, tokens, *key) -> dict:
         """Clean rows (B, L) -> a corrupted batch, a pure function of (tokens, key)."""
         if len(tokens) < self.min_rows:
-            raise ValueError(
-                "tc and nsp draw from other rows: a batch needs at least 2"
-            )
+            raise ValueError("tc and nsp draw from other rows: a batch needs at least 2")
         batch = new_batch(tokens, self.encoder.config.vocab_size)
         for name, objective in self.objectives.items():
             objective.corrupt(batch, stream(tokens.device, *key, name))
@@ -886,9 +746,7 @@ class Pretraining(nn.Module):
     def forward(self, batch):
         """-> loss (), the weighted sum; dict of scalars: each part's loss, unweighted, and what it
         logs."""
-        hidden = self.encoder(
-            batch["tokens"], batch.get("pos"), causal=self.causal
-        )
+        hidden = self.encoder(batch["tokens"], batch.get("pos"), causal=self.causal)
         total, scalars = 0, {}
         for name, objective in self.objectives.items():
             loss, more = objective.loss(self.encoder, hidden, batch)

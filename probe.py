@@ -77,15 +77,15 @@ from model import (
 )
 from objectives import ObjectiveConfig, Pretraining, cross_entropy, new_batch, stream
 
-SHOWN = 128                 # positions that are probed and shown, as in P3
-TIE = 1e-12                 # differences below this share of the largest entry are rounding
-COUNTED = 10_000_000        # tokens of the training stream that say how frequent words are
-DYNAMICS_ROWS = 128         # validation rows that --dynamics reads
-NEXT_TOKENS = 20            # with which clm goes on
-SHUFFLES = 40               # of a sentence that is put back in order
-BATCH_TOKENS = 8192         # of masked rows that --blimp reads at once
-TIE_NATS = 1e-4             # sentences whose scores are nearer than that tie
-PRIOR = 100                 # counts, spread as words are frequent, added to bigrams
+SHOWN = 128  # positions that are probed and shown, as in P3
+TIE = 1e-12  # differences below this share of the largest entry are rounding
+COUNTED = 10_000_000  # tokens of the training stream that say how frequent words are
+DYNAMICS_ROWS = 128  # validation rows that --dynamics reads
+NEXT_TOKENS = 20  # with which clm goes on
+SHUFFLES = 40  # of a sentence that is put back in order
+BATCH_TOKENS = 8192  # of masked rows that --blimp reads at once
+TIE_NATS = 1e-4  # sentences whose scores are nearer than that tie
+PRIOR = 100  # counts, spread as words are frequent, added to bigrams
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 NOT_COMPARED = set(
@@ -147,7 +147,7 @@ def own_corpus(model, cache):
     data = model.facts["data"]
     cache = cache or model.facts["args"]["cache"]
     for meta in Path(cache).glob("*/meta.json"):
-        if read_rows(meta) == [data]:           # one that is damaged has no rows
+        if read_rows(meta) == [data]:  # one that is damaged has no rows
             return open_corpus(meta.parent)
     raise ValueError(
         f"the run's text ({data['dataset']}) is not prepared in {cache}; --cache "
@@ -180,9 +180,9 @@ def order(A, first=None):
     tie = TIE * abs(A).max()
     shares, weight = np.zeros(2), 0
     for i in range(len(A)):
-        for s in (A[i, i:], A[i, i::-1]):       # S_i+ and S_i-, both from A_ii
+        for s in (A[i, i:], A[i, i::-1]):  # S_i+ and S_i-, both from A_ii
             s = s[:first]
-            rise = s - s[:, None]               # (n, n), farther less nearer
+            rise = s - s[:, None]  # (n, n), farther less nearer
             rise = rise[np.triu_indices(len(s), 1)]
             if len(rise):
                 shares += len(s) * np.mean([rise > tie, abs(rise) <= tie], 1)
@@ -200,7 +200,7 @@ def db(A, l=20):  # noqa: E741 (P3's letter)
     formula is upside down)."""
     upper = np.triu(np.tril(A, l), 1).sum()
     lower = np.tril(np.triu(A, -l), -1).sum()
-    with np.errstate(all="ignore"):             # of a causal map inf
+    with np.errstate(all="ignore"):  # of a causal map inf
         return float(lower / upper)
 
 
@@ -262,15 +262,15 @@ def position_vectors(encoder):
     them."""
     found, pe = {}, encoder.pe
     L = min(SHOWN, encoder.config.max_len)
-    m = min(MAX_OFFSET, L - 1)                  # longer offsets were never trained
+    m = min(MAX_OFFSET, L - 1)  # longer offsets were never trained
     near = slice(MAX_OFFSET - m, MAX_OFFSET + m + 1)
     if embed := pe.at["embed"]:
         found["absolute"] = embed.embed(torch.arange(L)[None])[0]
     if tables := pe.at["offset_tables"]:
-        keys, _ = tables.offset_tables(0)       # rel_k: layer 1's
+        keys, _ = tables.offset_tables(0)  # rel_k: layer 1's
         found["relative"] = keys[near]
     for part in pe.modules():
-        if isinstance(part, UntiedTable):       # TUPE, bert_ad: as U_Q and U_K see them
+        if isinstance(part, UntiedTable):  # TUPE, bert_ad: as U_Q and U_K see them
             found["absolute"] = part.norm(part.table.weight)[:L]
         if isinstance(part, FactoredBias):
             found["relative"] = part.table.weight[near]
@@ -355,11 +355,11 @@ def believed(objective, encoder, hidden, batch):
     for s, pos, is_word in zip(scores, batch["pos"], batch["eligible"]):
         place = is_word.nonzero()[:, 0]
         pos = pos[place]
-        given = pos - pos[:, None]              # (n, n)
+        given = pos - pos[:, None]  # (n, n)
         # The class that a pair has if its given offset is its true one.
         label, _ = objective.targets(given, given, True, True)
-        s = s[place - 1][:, place - 1]          # [CLS] has no scores
-        p = head.psi(s).float().softmax(-1)     # (n, n, n_class)
+        s = s[place - 1][:, place - 1]  # [CLS] has no scores
+        p = head.psi(s).float().softmax(-1)  # (n, n, n_class)
         p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
         share = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
         stayed = pos == place
@@ -441,7 +441,7 @@ def positional_logits(encoder, L):
     cfg, heads = encoder.config, encoder.blocks[0].heads
     pos, embed = torch.arange(L)[None], encoder.pe.at["embed"]
     zero = encoder.tok.weight.new_zeros(1, L, cfg.d_model)
-    biases = heads(zero)                        # (3, 1, H, L, D)
+    biases = heads(zero)  # (3, 1, H, L, D)
     alone = encoder.logits(0 * biases[0], 0 * biases[1], pos, 0)
     P = embed.embed(pos) if embed else zero
     q, k, _ = heads(P) - biases
@@ -563,7 +563,7 @@ def examine(path, cache):
     encoder = model.encoder.double()
     chosen = probe_words(encoder)
     logits, A = identical_word_maps(encoder, chosen, model.causal)
-    A = A.mean(0)                               # averaged over heads and words, then judged
+    A = A.mean(0)  # averaged over heads and words, then judged
     return (
         model,
         logits,
@@ -581,7 +581,7 @@ def examine(path, cache):
     )
 
 
-def probe_run(path, cache, out_dir):            # --ckpt
+def probe_run(path, cache, out_dir):  # --ckpt
     """Print what one run has learned, and write it. Raises ValueError, OSError."""
     model, logits, A, run = examine(path, cache)
     print_table([{"": name.replace("_", " "), **x} for name, x in run["indicators"].items()])
@@ -617,7 +617,7 @@ def read_run(folder, name, cache):
         for metric, value in result["metrics"].items():
             key = f"{result['task']} {metric}", result["lr"]
             by_lr[key].append(value)
-    for (score, _), values in by_lr.items():    # median over seeds, at the best lr
+    for (score, _), values in by_lr.items():  # median over seeds, at the best lr
         scores[score] = max(scores.get(score, -math.inf), float(np.median(values)))
     return (
         logits.mean(0),
@@ -700,7 +700,7 @@ def over_runs(patterns, read):
     return root, found
 
 
-def compare_runs(patterns, cache, out_dir):     # --runs
+def compare_runs(patterns, cache, out_dir):  # --runs
     """Print P3's table 2 over the runs, the flags in which they differ, and table 5; write maps
     and losses of all."""
     runs, grid, panels, losses = [], [], [], defaultdict(dict)
@@ -728,7 +728,7 @@ def compare_runs(patterns, cache, out_dir):     # --runs
             "no correlations with tasks: they take 3 runs of one objective, pe none aside, with "
             "results of finetune.py"
         )
-    for objective, curves in losses.items():    # a panel each: they are not comparable
+    for objective, curves in losses.items():  # a panel each: they are not comparable
         panels += lines(objective, "step", "validation loss", curves)
     write(
         out_dir or root / "probe",
@@ -746,9 +746,9 @@ def context_cosines(vectors, eligible):
     A.3). P2 samples one of each for every token; here all are taken: the same mean, no noise
     (departure). (B, L, C), (B, L) bool -> {name: float}."""
     g = F.normalize(vectors.double(), dim=-1) * eligible[..., None]
-    m = eligible.sum(1, keepdim=True)           # (B, 1) tokens of a row
-    own = g.sum(1, keepdim=True)                # (B, 1, C) their sum
-    intra = ((g * own).sum(-1) - 1) / (m - 1)   # (B, L), less the token with itself
+    m = eligible.sum(1, keepdim=True)  # (B, 1) tokens of a row
+    own = g.sum(1, keepdim=True)  # (B, 1, C) their sum
+    intra = ((g * own).sum(-1) - 1) / (m - 1)  # (B, L), less the token with itself
     inter = (g * (own.sum(0) - own)).sum(-1) / (m.sum() - m)
     counted = eligible & (m > 1) & (m.sum() > m)
     intra, inter = float(intra[counted].mean()), float(inter[counted].mean())
@@ -770,7 +770,7 @@ def pair_cosines(encoder, file):
     return torch.stack(cosines)
 
 
-def dynamics(folder, pairs, cache, out_dir):    # --dynamics
+def dynamics(folder, pairs, cache, out_dir):  # --dynamics
     """How contexts and words come together and apart (P2 figs 3, 6), how positions take shape (P3
     fig 8)."""
     folder, tokens = Path(folder), None
@@ -850,20 +850,20 @@ def pseudo_log_likelihoods(model, tokens, starts):
     pieces begin a word -> (2, B)
     """
     encoder, mlm = model.encoder, model.objectives["mlm"]
-    word = starts[tokens[:, 1:-1]].cumsum(1)    # (B, n): its number
+    word = starts[tokens[:, 1:-1]].cumsum(1)  # (B, n): its number
     # Row i of a sentence masks token i and what follows it in its word; the diagonal: i alone.
     rest = (word[:, :, None] == word[:, None]).triu()  # (B, n, n)
 
-    def log_p(chosen, masks):                   # (B, n), (B, n, n) bool -> (R,)
+    def log_p(chosen, masks):  # (B, n), (B, n, n) bool -> (R,)
         sentence, place = chosen.nonzero(as_tuple=True)
-        rows = tokens[sentence]                 # (R, L)
+        rows = tokens[sentence]  # (R, L)
         masked = rows.masked_fill(F.pad(masks[chosen], (1, 1)), encoder.config.mask_id)
         at = torch.arange(len(rows), device=rows.device), place + 1
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
         return -cross_entropy(logits, rows[at])
 
     pll = log_p(word >= 0, rest.tril()).view(word.shape)
-    split = rest.sum(-1) > 1                    # elsewhere both rows are the same
+    split = rest.sum(-1) > 1  # elsewhere both rows are the same
     l2r = pll.masked_scatter(split, log_p(split, rest))
     return torch.stack((pll, l2r)).sum(-1)
 
@@ -887,7 +887,7 @@ def offset_likelihood(model, tokens):
     batch = {"tokens": tokens, "pos": pos}
     s = objective.head.scores(model.encoder, model.encoder(**batch), batch)  # (B, n, n, H)
     offset = offset_matrix(place[:, 1:-1]).expand(B, -1, -1)
-    pairs = offset != 0                         # (B, n, n): n (n - 1) a row
+    pairs = offset != 0  # (B, n, n): n (n - 1) a row
     label, _ = objective.targets(offset, offset, True, True)
     losses = objective.measure(objective.head.psi(s[pairs]), label[pairs])
     return -losses.view(B, (L - 2) * (L - 3)).mean(1).nan_to_num()
@@ -913,7 +913,7 @@ def sentence_scores(model, sentences):
     lengths = np.array([len(ids) for ids in sentences])
     scores = np.zeros((len(names), len(sentences)))
     batches = []
-    for n in np.unique(lengths):                # one length: nothing to pad
+    for n in np.unique(lengths):  # one length: nothing to pad
         same = np.flatnonzero(lengths == n)
         size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm masks n rows a sentence
         batches += np.split(same, range(size, len(same), size))
@@ -944,7 +944,7 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     """The share of pairs whose good sentence a run finds likelier, a tie being half a one; prints
     and writes it -> what probe.json holds. Raises ValueError, OSError."""
     model = load_pretraining(path)
-    if model.objectives:                        # a fine-tuned model has none: it is refused below
+    if model.objectives:  # a fine-tuned model has none: it is refused below
         model.to(pick_device())
     longest = model.encoder.config.max_len - 2
     ids = pairs[["good", "bad"]].map(model.encoder.tokenizer.encode_ordinary)
@@ -1064,7 +1064,7 @@ def shuffled(encoder, objective, text, seed):
     objective.check(tokens.size(1))
     batch = new_batch(tokens, encoder.config.vocab_size)
     true = batch["pos"] = torch.arange(tokens.size(1))
-    while (batch["pos"] == true).all():         # of a short text all may stay where they are
+    while (batch["pos"] == true).all():  # of a short text all may stay where they are
         objective.corrupt(batch, stream("cpu", seed, "probe"))
         seed += 1
     words = encoder.tokenizer.decode_batch(tokens[0, 1:-1, None].tolist())
@@ -1096,14 +1096,14 @@ def best_order(scores, given):
     both[word, word] = 0
     for pos in (given, given.sort().values[rank]):
         while True:
-            r = pos - pos[:, None] + L - 1      # (n, n)
+            r = pos - pos[:, None] + L - 1  # (n, n)
             now, turned = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
             # gain[i, j]: of word i's pairs, if it stood where j stands; j has no other place yet.
             gain = both[:, word, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
             gain = gain + gain.T + now + turned  # both move: their own pair's offset turns
             moved = (pos != given).nonzero()[:, 0]
             gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
-            if len(moved) == 2:                 # to exchange them again would lead back
+            if len(moved) == 2:  # to exchange them again would lead back
                 gain[moved, moved.flip(0)] = -math.inf
             i, j = divmod(int(gain.argmax()), n)
             if i == j:
@@ -1119,8 +1119,8 @@ def put_in_order(encoder, objective, text, seed=0):
     in which order they were given, and into which the model puts them: two permutations (n,)."""
     words, batch, hidden = shuffled(encoder, objective, text, seed)
     pos = batch["pos"][0, 1:-1].clone()
-    unknown = pos == UNKNOWN_POS                # pmlm: these may stand in any place that is free
-    free = unknown.nonzero()[:, 0] + 1          # the places of the words that are hidden
+    unknown = pos == UNKNOWN_POS  # pmlm: these may stand in any place that is free
+    free = unknown.nonzero()[:, 0] + 1  # the places of the words that are hidden
     pos[unknown] = free[torch.randperm(len(free), generator=stream("cpu", seed, "shown"))]
     scores = offset_scores(objective, encoder, hidden, batch)[0]
     return words, pos.argsort(), best_order(scores, pos).argsort()
@@ -1158,12 +1158,12 @@ def what_context_gives(model, texts):
         batch = new_batch(tokens, encoder.config.vocab_size)
         hidden = encoder(tokens, causal=model.causal)
         e = model.objectives["tc"].embedding(encoder, batch)
-        g.append((hidden - e)[0, 1:-1])         # (n, C)
+        g.append((hidden - e)[0, 1:-1])  # (n, C)
     g = torch.nn.utils.rnn.pad_sequence(g, True)  # (2, n, C), with zeros
     return context_cosines(g, g.any(-1))
 
 
-def try_text(path, text):                       # --text
+def try_text(path, text):  # --text
     """Print what the run's objective has to say about a text. Raises ValueError where it has
     nothing."""
     model = load_pretraining(path)

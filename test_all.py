@@ -62,8 +62,8 @@ from model import PE_NAMES, UNKNOWN_POS, Encoder, EncoderConfig, load, parse_pe
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream
 
 HERE = Path(__file__).parent
-baselines.position_baselines = functools.cache(baselines.position_baselines)    # most runs share it
-VOCAB, CLS, SEP, MASK = 72, 64, 66, 67          # 64 ordinary ids and the 8 specials
+baselines.position_baselines = functools.cache(baselines.position_baselines)  # most runs share it
+VOCAB, CLS, SEP, MASK = 72, 64, 66, 67  # 64 ordinary ids and the 8 specials
 
 
 def same_once(names, meaning):
@@ -98,8 +98,17 @@ def louder(module, factor):
 def tiny(pe="abs", **change):
     """A small encoder in float64, dropout off, its weights large enough for every term to count."""
     torch.manual_seed(0)
-    config = dict(vocab_size=VOCAB, n_layer=2, n_head=2, d_model=16, d_ff=32, max_len=12,
-                  dropout=0.0, attn_dropout=0.0, pe=pe)
+    config = dict(
+        vocab_size=VOCAB,
+        n_layer=2,
+        n_head=2,
+        d_model=16,
+        d_ff=32,
+        max_len=12,
+        dropout=0.0,
+        attn_dropout=0.0,
+        pe=pe,
+    )
     torch.set_default_dtype(torch.double)
     encoder = Encoder(EncoderConfig(**{**config, **change}))
     torch.set_default_dtype(torch.float)
@@ -145,6 +154,7 @@ def one_line(capsys, function, *args, code=2):
 def failing(error):
     def fail(*args, **settings):
         raise error
+
     return fail
 
 
@@ -156,6 +166,7 @@ def refuses(says, function, *args, **settings):
 
 # ==================================================================================================
 # The naive reference
+
 
 def sinusoid(x, width, w=None):
     """[sin w_0 x, cos w_0 x, sin w_1 x, ..]; w_k = 10000^(-2k/width), or learned."""
@@ -181,18 +192,22 @@ class Naive:
     it takes weights only: part.positions holds TUPE's p, U_Q and U_K, part.offsets T5's table.
     """
 
-    KNOWN = set("none abs sin lsin rel rel_k rsin rlsin t5 bert_ad tupe_a tupe_r tupe_a_tie_cls "
-                "tupe_r_tie_cls t5_untie_cls tupe_a_free tupe_r_factored rope alibi".split())
+    KNOWN = set(
+        "none abs sin lsin rel rel_k rsin rlsin t5 bert_ad tupe_a tupe_r tupe_a_tie_cls "
+        "tupe_r_tie_cls t5_untie_cls tupe_a_free tupe_r_factored rope alibi".split()
+    )
 
     def __init__(self, encoder):
         self.cfg, self.parts = encoder.config, encoder.pe.parts
         for name in self.parts.keys() - self.KNOWN:
-            pytest.fail(f"write {name} into class Naive: its name into KNOWN, its equation for one "
-                        "pair into positional (a bias) or where its kin are")
+            pytest.fail(
+                f"write {name} into class Naive: its name into KNOWN, its equation for one "
+                "pair into positional (a bias) or where its kin are"
+            )
         self.D, self.H, self.T = self.cfg.d_head, self.cfg.n_head, self.cfg.max_len
 
     def head(self, vector, h):
-        return vector[h * self.D:(h + 1) * self.D]
+        return vector[h * self.D : (h + 1) * self.D]
 
     def input(self, token, pos):
         """What the first layer gets, before its LayerNorm."""
@@ -226,8 +241,13 @@ class Naive:
 
     def tupe_p(self, part, row, which, h):
         """p_row U_Q or p_row U_K of one head."""
-        p = F.layer_norm(part.table.weight[row], (self.cfg.d_model,), part.norm.weight,
-                         part.norm.bias, self.cfg.norm_eps)
+        p = F.layer_norm(
+            part.table.weight[row],
+            (self.cfg.d_model,),
+            part.norm.weight,
+            part.norm.bias,
+            self.cfg.norm_eps,
+        )
         return self.head((part.u_q if which == "q" else part.u_k).weight @ p, h)
 
     def positional(self, name, part, h, i, j, pi, pj):
@@ -288,7 +308,7 @@ class Naive:
             if name == "rope":
                 q, k = self.rotate(q, pi), self.rotate(k, pj)
         for name, part in self.parts.items():
-            if name in ("rel", "rel_k", "rsin", "rlsin"):       # q as the words have it, not turned
+            if name in ("rel", "rel_k", "rsin", "rlsin"):  # q as the words have it, not turned
                 a = self.offset_vector(name, part, layer, self.offset_row(i, j, pi, pj))
                 s = s + words @ a / math.sqrt(self.D)
             untied = "untie" in name or name.startswith("tupe") and "tie_cls" not in name
@@ -398,7 +418,7 @@ def naive_bpe(words, n_ids):
     return ranks
 
 
-@pytest.mark.parametrize("n_words, n_ids", [(300, 900), (8, 900)])     # the second ends early
+@pytest.mark.parametrize("n_words, n_ids", [(300, 900), (8, 900)])  # the second ends early
 def test_bpe_equals_naive(n_words, n_ids):
     rng, words = random.Random(1), Counter()
     for _ in range(n_words):
@@ -459,7 +479,8 @@ def test_batches_visit_every_row_once_an_epoch():
 def test_file_formats_give_the_same_documents(tmp_path):
     import pyarrow
     import pyarrow.parquet
-    texts = ["one fox\nand a line", "two, \"dogs\"", "three\nowls"]
+
+    texts = ["one fox\nand a line", 'two, "dogs"', "three\nowls"]
     rows = [{"text": t, "n": i} for i, t in enumerate(texts)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8-sig")
@@ -498,6 +519,7 @@ def test_names_that_are_no_text(tmp_path, capsys, said):
 def test_long_documents_are_cut_without_loss():
     class Text(str):
         """Counts the characters that are copied: not all the rest for each piece."""
+
         def __getitem__(self, key):
             copied.append(len(range(*key.indices(len(self)))))
             return Text(str.__getitem__(self, key))
@@ -510,11 +532,18 @@ def test_long_documents_are_cut_without_loss():
         assert text[:1] == "x" or all(piece[:1] in " \n" for piece in cut[1:])
 
 
-@pytest.mark.parametrize("name, content, says", [
-    ("x.jsonl", "", "no file with text in it"), ("x.jsonl", '{"text": "only one"}\n', "at least 2"),
-    ("x.jsonl", '{"body": "a"}\n{"body": "b"}\n', "no column 'text'"), ("x.txt", "w", "at least 2"),
-    ("x.jsonl", "not json at all {", "cannot be read"), ("x.txt", "\n" * 100_000, "at least 2"),
-    ("x.jsonl", '{"text": ""}\n{"text": "  "}\n', "at least 2")])
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("x.jsonl", "", "no file with text in it"),
+        ("x.jsonl", '{"text": "only one"}\n', "at least 2"),
+        ("x.jsonl", '{"body": "a"}\n{"body": "b"}\n', "no column 'text'"),
+        ("x.txt", "w", "at least 2"),
+        ("x.jsonl", "not json at all {", "cannot be read"),
+        ("x.txt", "\n" * 100_000, "at least 2"),
+        ("x.jsonl", '{"text": ""}\n{"text": "  "}\n', "at least 2"),
+    ],
+)
 def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
     (tmp_path / name).write_text(content)
     refuses(says, data.prepare, str(tmp_path / name), "bpe", str(tmp_path / "cache"))
@@ -543,7 +572,7 @@ def test_docs_corpus_and_its_task(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "docs_folders", lambda: folders)
     cache = tmp_path / "cache"
     corpus = data.prepare("docs", "bpe", cache)
-    monkeypatch.setattr(data, "docs_documents", lambda: 1 / 0)      # not read twice
+    monkeypatch.setattr(data, "docs_documents", lambda: 1 / 0)  # not read twice
     for number, damaged in enumerate(["{", "[]", '{"source": 1}', '{"source": {}}']):
         (cache / f"docs-{number}-bpe").mkdir()
         (cache / f"docs-{number}-bpe" / "meta.json").write_text(damaged)
@@ -571,8 +600,21 @@ def test_finished_data_needs_nothing(corpus_file, cache, corpus, monkeypatch):
     assert one.name != two.name, "another column is another corpus"
 
 
-JSON_LINES = ['{"text": "some words"}', '{"text": null}', '{"text": 7}', '{"title": "t"}', "[1]",
-              "", "{", "7", "null", '"text"', "\x00", '{"text": "\\u0000 \\ud83d"}', "[" * 99_999]
+JSON_LINES = [
+    '{"text": "some words"}',
+    '{"text": null}',
+    '{"text": 7}',
+    '{"title": "t"}',
+    "[1]",
+    "",
+    "{",
+    "7",
+    "null",
+    '"text"',
+    "\x00",
+    '{"text": "\\u0000 \\ud83d"}',
+    "[" * 99_999,
+]
 ANY_LINES = st.lists(st.sampled_from(JSON_LINES), max_size=5).map("\r\n".join)
 ANY_TEXT = st.text(max_size=200) | ANY_LINES
 
@@ -599,20 +641,30 @@ def test_a_byte_order_mark_is_no_text(tmp_path, name):
 def test_texts_that_are_hardly_text(tmp_path):
     """NULs and broken UTF-8 pass; one endless line is cut."""
     broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
-    contents = {"0.txt": (b"a\0b c\n\n" * 9, 9), "1.txt": (b"caf\xe9 \xff\n\n" * 9, 9),
-                "2.txt": (b"word " * 200_000, 10), "3.jsonl": (broken * 9, 9)}
+    contents = {
+        "0.txt": (b"a\0b c\n\n" * 9, 9),
+        "1.txt": (b"caf\xe9 \xff\n\n" * 9, 9),
+        "2.txt": (b"word " * 200_000, 10),
+        "3.jsonl": (broken * 9, 9),
+    }
     for name, (content, documents) in contents.items():
         (tmp_path / name).write_bytes(content)
         meta = data.prepare(str(tmp_path / name), "bpe", str(tmp_path / "cache")).meta
         assert documents <= meta["documents"] <= documents + 1
 
 
-ANY_JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=3),
-                        lambda one: st.lists(one) | st.dictionaries(st.just("train"), one))
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda one: st.lists(one) | st.dictionaries(st.just("train"), one),
+)
 
 
-@given(key=st.integers(0, 8), value=ANY_JSON | st.just("gone"), end=st.none() | st.integers(0, 500),
-       encoding=st.sampled_from(["utf-8", "utf-8", "utf-16"]))
+@given(
+    key=st.integers(0, 8),
+    value=ANY_JSON | st.just("gone"),
+    end=st.none() | st.integers(0, 500),
+    encoding=st.sampled_from(["utf-8", "utf-8", "utf-16"]),
+)
 @settings(max_examples=100, deadline=None)
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
 def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, corpus):
@@ -631,14 +683,20 @@ def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, co
         file.write_text(whole)
 
 
-@pytest.mark.parametrize("name, damage", [
-    ("train.bin", lambda old: old[:100]), ("train.bin", lambda old: b"\xff" * len(old)),
-    ("tokenizer.json", lambda old: b'{"name": "x"}'), ("val.bin", lambda old: b""),
-    ("val.bin", None)])
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("train.bin", lambda old: old[:100]),
+        ("train.bin", lambda old: b"\xff" * len(old)),
+        ("tokenizer.json", lambda old: b'{"name": "x"}'),
+        ("val.bin", lambda old: b""),
+        ("val.bin", None),
+    ],
+)
 def test_damaged_stages_say_what_to_delete(corpus_file, tmp_path, name, damage):
     corpus = data.prepare(corpus_file, "bpe", str(tmp_path))
     file = corpus.folder / name
-    if damage:                                  # in place: the map sees it, too
+    if damage:  # in place: the map sees it, too
         content = damage(file.read_bytes())
         os.truncate(file, len(content))
         with open(file, "r+b") as handle:
@@ -647,23 +705,28 @@ def test_damaged_stages_say_what_to_delete(corpus_file, tmp_path, name, damage):
         file.unlink()
     if name == "train.bin":
         refuses("cut short|beyond .* prepare it again", corpus.rows, "train", [0], 10)
-    if name == "tokenizer.json":                # stopped before the tokens
+    if name == "tokenizer.json":  # stopped before the tokens
         (corpus.folder / "meta.json").unlink()
     refuses("delete it and prepare it again", data.prepare, corpus_file, "bpe", str(tmp_path))
 
 
 def test_damaged_files_are_one_clear_line(tmp_path):
     whole = gzip.compress(random.Random(0).randbytes(50_000).hex().encode())
-    for name, content in {"b.txt.gz": whole[:len(whole) // 2], "b.json.gz": whole[:len(whole) // 2],
-                          "c.txt.xz": b"\xfd7zXZ\x00 and then nothing"}.items():
+    for name, content in {
+        "b.txt.gz": whole[: len(whole) // 2],
+        "b.json.gz": whole[: len(whole) // 2],
+        "c.txt.xz": b"\xfd7zXZ\x00 and then nothing",
+    }.items():
         (tmp_path / name).write_bytes(content)
         refuses("is damaged", list, data.file_documents(str(tmp_path / name), "text"))
 
 
 def test_docstrings_are_read_not_imported(tmp_path):
     file = tmp_path / "m.py"
-    file.write_text('"""Module."""\nraise SystemExit\ndef f():\n    """Does f."""\n'
-                    'add_docstr(f, r"""Added.""")\n')
+    file.write_text(
+        '"""Module."""\nraise SystemExit\ndef f():\n    """Does f."""\n'
+        'add_docstr(f, r"""Added.""")\n'
+    )
     assert list(data.docstrings(file)) == ["Module.", "Does f.", "Added."]
     file.write_text("def broken(:\n")
     assert list(data.docstrings(file)) == []
@@ -675,7 +738,7 @@ def test_hub_data_sets_stream(tmp_path, said):
     documents, _ = data.hub_part(str(tmp_path), None, 1, "text")
     assert list(documents()) == texts and "GB to stream" in said()
     documents, _ = data.hub_part(str(tmp_path), None, 3, "text")
-    assert list(documents()) == ["\n".join(texts[i:i + 3]) for i in (0, 3, 6)]
+    assert list(documents()) == ["\n".join(texts[i : i + 3]) for i in (0, 3, 6)]
     documents, _ = data.hub_part(str(tmp_path), None, 1, "body")
     refuses("no column 'body', only title, text", list, documents())
 
@@ -684,17 +747,24 @@ def online(monkeypatch, is_online):
     """What the hub's libraries believe, whatever HF_HUB_OFFLINE says."""
     import datasets
     from huggingface_hub import constants
+
     for module in (constants, datasets.config):
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", not is_online)
 
 
-@pytest.mark.parametrize("name, call", [
-    ("huggingface_hub.HfApi.dataset_info",
-     lambda: data.find_source("some/set", "text", None).parts()),
-    ("tiktoken.get_encoding", data.gpt2_state)])
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        (
+            "huggingface_hub.HfApi.dataset_info",
+            lambda: data.find_source("some/set", "text", None).parts(),
+        ),
+        ("tiktoken.get_encoding", data.gpt2_state),
+    ],
+)
 def test_a_network_that_does_not_answer_is_said_soon(name, call, monkeypatch):
     online(monkeypatch, True)
-    monkeypatch.setattr(data, "PATIENCE", .1)
+    monkeypatch.setattr(data, "PATIENCE", 0.1)
     monkeypatch.setattr(name, lambda *a: time.sleep(60))
     refuses("TimeoutError.* needs no network", call)
 
@@ -713,6 +783,7 @@ def test_gpt2_tokenizer():
 
 # ==================================================================================================
 # model.py: every scheme against the naive reference, invariants, and other libraries
+
 
 @pytest.mark.parametrize("pe", ALL_PE)
 def test_attention_equals_triple_loop(pe):
@@ -745,24 +816,31 @@ def test_attention_equals_triple_loop(pe):
         found.append([y, *torch.autograd.grad((y * weight).sum(), leaves, materialize_grads=True)])
     close(*found)
     words = encoder.tok.weight[5] * encoder.pe.token_scale
-    for b, i in product(range(B), range(L)):          # what is added at the input
+    for b, i in product(range(B), range(L)):  # what is added at the input
         x = words
         if encoder.pe.at["embed"]:
-            x = words + encoder.pe.at["embed"].embed(pos[b:b + 1])[0, i]
+            x = words + encoder.pe.at["embed"].embed(pos[b : b + 1])[0, i]
         expected = naive.input(encoder.tok.weight[5], int(pos[b, i]))
         close(x, expected, 1e-6)
 
 
-@pytest.mark.parametrize("pe", ["abs", "tupe_r", "rope", "rel", "rel_k", "rsin", "rlsin",
-                                "lsin+rlsin"])
+@pytest.mark.parametrize(
+    "pe", ["abs", "tupe_r", "rope", "rel", "rel_k", "rsin", "rlsin", "lsin+rlsin"]
+)
 @pytest.mark.parametrize("L", [1, 2, 12])
 def test_the_default_positions_are_arange(pe, L):
     """And what is faster when positions are in order gives the same, gradients too."""
     encoder, tokens, found = tiny(pe), some_tokens(L=L), []
     for pos in (None, torch.arange(L), torch.arange(L).expand(3, L)):
         out = encoder(tokens, pos=pos)
-        found.append([out, *torch.autograd.grad(out.square().sum(), list(encoder.parameters()),
-                                                materialize_grads=True)])
+        found.append(
+            [
+                out,
+                *torch.autograd.grad(
+                    out.square().sum(), list(encoder.parameters()), materialize_grads=True
+                ),
+            ]
+        )
     close(found[0], found[1])
     close(found[0], found[2])
 
@@ -771,7 +849,7 @@ def test_the_default_positions_are_arange(pe, L):
 def test_joint_permutation_permutes_the_output(pe):
     """And without the positions' order it does not."""
     encoder, tokens = tiny(pe), some_tokens()
-    order = torch.tensor([0, 3, 1, 6, 2, 5, 4])         # index 0, [CLS], aside
+    order = torch.tensor([0, 3, 1, 6, 2, 5, 4])  # index 0, [CLS], aside
     pos = torch.arange(7).expand(3, 7)
     pad = torch.zeros(3, 7, dtype=torch.bool)
     pad[0, 5:] = True
@@ -906,24 +984,37 @@ def test_attention_probabilities(pe):
     assert A.shape == (3, 2, 7, 7)
     close(A.sum(-1), torch.ones(3, 2, 7, dtype=torch.double))
     assert A.std() > 1e-3 and not A.requires_grad
-    close(A, encoder.attention(tokens, layer=1, pos=torch.arange(7)))   # as forward takes it: (L,)
+    close(A, encoder.attention(tokens, layer=1, pos=torch.arange(7)))  # as forward takes it: (L,)
 
 
 def test_parameters_that_schemes_add():
     """P1 sec 3.3: TUPE adds 2*C*C and little else; the rest follows from model.py's table."""
+
     def count(pe):
         encoder = Encoder(EncoderConfig(vocab_size=VOCAB, pe=pe))
         return sum(p.numel() for p in encoder.parameters())
+
     C, H, D, T, none = 128, 4, 32, 65, count("none")
-    table = {"abs": T * C, "sin": C, "lsin": C + C // 2, "rel": 130 * D, "rel_k": 4 * 130 * D,
-             "rsin": D, "rlsin": D + D // 2,
-             "t5": 33 * H, "alibi": H, "rope": 0, "bert_ad": T * C + 2 * C + 2 * C * C,
-             "tupe_a": (T + 2) * C + 2 * C + 2 * C * C,
-             "tupe_r": (T + 2) * C + 2 * C + 2 * C * C + 33 * H,
-             "tupe_a_tie_cls": T * C + 2 * C + 2 * C * C,
-             "t5_untie_cls": 33 * H + 2 * H, "tupe_a_free": H * T * T + 2 * H,
-             "bert_r": T * C + 33 * H,
-             "tupe_r_factored": (T + 2) * C + 2 * C + 4 * C * C + 130 * C}
+    table = {
+        "abs": T * C,
+        "sin": C,
+        "lsin": C + C // 2,
+        "rel": 130 * D,
+        "rel_k": 4 * 130 * D,
+        "rsin": D,
+        "rlsin": D + D // 2,
+        "t5": 33 * H,
+        "alibi": H,
+        "rope": 0,
+        "bert_ad": T * C + 2 * C + 2 * C * C,
+        "tupe_a": (T + 2) * C + 2 * C + 2 * C * C,
+        "tupe_r": (T + 2) * C + 2 * C + 2 * C * C + 33 * H,
+        "tupe_a_tie_cls": T * C + 2 * C + 2 * C * C,
+        "t5_untie_cls": 33 * H + 2 * H,
+        "tupe_a_free": H * T * T + 2 * H,
+        "bert_r": T * C + 33 * H,
+        "tupe_r_factored": (T + 2) * C + 2 * C + 4 * C * C + 130 * C,
+    }
     assert {pe: count(pe) - none for pe in table} == table
 
 
@@ -943,6 +1034,7 @@ def test_bias_is_computed_once_a_forward(monkeypatch):
 def test_no_tensor_of_l_l_d(monkeypatch):
     """rel must never build (L, L, D): no tensor of a forward has more elements than the logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
+
     sizes = []
 
     class Watch(TorchDispatchMode):
@@ -952,6 +1044,7 @@ def test_no_tensor_of_l_l_d(monkeypatch):
                 if isinstance(t, torch.Tensor):
                     sizes.append(t.untyped_storage().nbytes() // t.element_size())
             return out
+
     # D = 32, L = 40: L*L*D = 51,200; R = 130 columns: 2*2*40*130
     encoder = tiny("rel", d_model=64)
     for pos in (None, torch.arange(40)):
@@ -979,35 +1072,59 @@ def test_initial_weights():
     encoder = Encoder(EncoderConfig(vocab_size=8192, pe="tupe_r"))
     assert abs(encoder.tok.weight.std() - 0.02) < 1e-3
     assert abs(encoder.blocks[0].fc1.weight.std() - 0.02) < 1e-3
-    bound = math.sqrt(6 / 256)                          # Xavier-uniform of a 128 x 128 matrix
+    bound = math.sqrt(6 / 256)  # Xavier-uniform of a 128 x 128 matrix
     u = encoder.pe.parts["tupe_r"].positions.u_q.weight
     assert u.abs().max() <= bound and abs(u.std() - bound / math.sqrt(3)) < 5e-3
-    assert all((m.bias == 0).all() for m in encoder.modules() if isinstance(m, torch.nn.Linear)
-               and m.bias is not None)
+    assert all(
+        (m.bias == 0).all()
+        for m in encoder.modules()
+        if isinstance(m, torch.nn.Linear) and m.bias is not None
+    )
 
 
-@pytest.mark.parametrize("pe, says", [
-    ("foo", "choose from none, abs"), ("abs+sin", "both use the hook 'embed'"),
-    ("abs+foo", "unknown"), ("rope+tupe_a", "stands alone"), ("none+abs", "stands alone"),
-    ("t5+alibi", "'bias'"), ("abs+t5_untie_cls", "stands alone"), ("abs+abs", "both"),
-    ("rope+bert_ad", "stands alone")])
+@pytest.mark.parametrize(
+    "pe, says",
+    [
+        ("foo", "choose from none, abs"),
+        ("abs+sin", "both use the hook 'embed'"),
+        ("abs+foo", "unknown"),
+        ("rope+tupe_a", "stands alone"),
+        ("none+abs", "stands alone"),
+        ("t5+alibi", "'bias'"),
+        ("abs+t5_untie_cls", "stands alone"),
+        ("abs+abs", "both"),
+        ("rope+bert_ad", "stands alone"),
+    ],
+)
 def test_illegal_schemes_are_refused_with_the_reason(pe, says):
     refuses(says.replace("+", r"\+"), EncoderConfig, pe=pe)
 
 
-@pytest.mark.parametrize("change", [dict(n_head=3), dict(d_model=10, n_head=2, pe="rope"),
-                                    dict(n_layer=0), dict(dropout=1.0), dict(max_len=0)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(n_head=3),
+        dict(d_model=10, n_head=2, pe="rope"),
+        dict(n_layer=0),
+        dict(dropout=1.0),
+        dict(max_len=0),
+    ],
+)
 def test_impossible_shapes_are_refused(change):
     refuses(".", EncoderConfig, **change)
 
 
 # ----- against implementations by others
 
+
 def test_t5_bias_equals_transformers():
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     from transformers import T5Config
-    attention = t5.T5Attention(T5Config(num_heads=2, d_model=16, d_kv=8, is_decoder=False),
-                               has_relative_attention_bias=True)
+
+    attention = t5.T5Attention(
+        T5Config(num_heads=2, d_model=16, d_kv=8, is_decoder=False),
+        has_relative_attention_bias=True,
+    )
     ours = tiny("t5").pe.parts["t5"].float()
     with torch.no_grad():
         ours.table.weight[:32] = attention.relative_attention_bias.weight
@@ -1028,24 +1145,35 @@ def copy_bert_layers(encoder, theirs, names):
         q, k, v, out, norm = [layer.get_submodule(f"attention.{name}") for name in names.split()]
         for module, w, b in zip((q, k, v), block.qkv.weight.chunk(3), block.qkv.bias.chunk(3)):
             module.load_state_dict({"weight": w, "bias": b})
-        for module, ours in ((out, block.out), (norm, block.norm1), (layer.output.dense, block.fc2),
-                             (layer.intermediate.dense, block.fc1),
-                             (layer.output.LayerNorm, block.norm2)):
+        for module, ours in (
+            (out, block.out),
+            (norm, block.norm1),
+            (layer.output.dense, block.fc2),
+            (layer.intermediate.dense, block.fc1),
+            (layer.output.LayerNorm, block.norm2),
+        ):
             module.load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("name, pad_id, offset, pe", [("Bert", 0, 0, "abs"),
-                                                      ("Roberta", 1, 2, "abs"),
-                                                      ("MPNet", 1, 2, "abs+t5")])
+@pytest.mark.parametrize(
+    "name, pad_id, offset, pe",
+    [("Bert", 0, 0, "abs"), ("Roberta", 1, 2, "abs"), ("MPNet", 1, 2, "abs+t5")],
+)
 def test_encoder_equals_transformers(name, pad_id, offset, pe):
     """abs against BERT and RoBERTa, abs+t5 against MPNet: hidden states of copied weights, a pad
     included."""
     transformers = pytest.importorskip("transformers")
     encoder = tiny(pe).float()
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=12 + offset, layer_norm_eps=1e-5,
-        pad_token_id=pad_id)
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12 + offset,
+        layer_norm_eps=1e-5,
+        pad_token_id=pad_id,
+    )
     theirs = getattr(transformers, f"{name}Model")(config, add_pooling_layer=False).eval()
     with torch.no_grad():
         table = encoder.pe.parts["abs"].table.weight[:12]
@@ -1058,12 +1186,13 @@ def test_encoder_equals_transformers(name, pad_id, offset, pe):
             copy_bert_layers(encoder, theirs, ROBERTA_NAMES)
             # we have none: type 0 folds into the positions
             table = table - theirs.embeddings.token_type_embeddings.weight.normal_()[0]
-        theirs.embeddings.position_embeddings.weight[offset:offset + 12].copy_(table)
+        theirs.embeddings.position_embeddings.weight[offset : offset + 12].copy_(table)
         tokens = some_tokens().clamp(min=2)
         pad = torch.zeros(3, 7, dtype=torch.bool)
         pad[1, 5:] = True
-        out = theirs(tokens, attention_mask=(~pad).long(),
-                     position_ids=torch.arange(7)[None] + offset).last_hidden_state
+        out = theirs(
+            tokens, attention_mask=(~pad).long(), position_ids=torch.arange(7)[None] + offset
+        ).last_hidden_state
         close(encoder(tokens, pad=pad)[~pad], out[~pad], 1e-5)
 
 
@@ -1090,6 +1219,7 @@ def test_alibi_slopes_equal_bloom(n_head):
 
 # ----- fast.py: each piece against its plain twin
 
+
 @pytest.mark.parametrize("bias", [None, torch.randn(1, 2, 5, 5)])
 def test_the_fused_attention_is_the_plain_one(bias):
     q, k, v = torch.randn(3, 4, 2, 5, 8)
@@ -1112,47 +1242,63 @@ def test_offsets_in_order_are_those_looked_up(L):
 def test_dropout_on_a_cpu():
     torch.manual_seed(0)
     x = torch.full((999, 1001), 2.0, requires_grad=True)
-    y = fast.drop(x, .1)
+    y = fast.drop(x, 0.1)
     y.sum().backward()
     dropped = y == 0
-    assert abs(dropped.float().mean() - .1) < .002 and torch.equal(x.grad, y.detach() / 2)
-    assert y[~dropped].unique().numel() == 1 and abs(y.mean() - 2) < .005
+    assert abs(dropped.float().mean() - 0.1) < 0.002 and torch.equal(x.grad, y.detach() / 2)
+    assert y[~dropped].unique().numel() == 1 and abs(y.mean() - 2) < 0.005
     # Neighbours share a draw, not their luck.
-    assert abs((dropped[:, 1:] & dropped[:, :-1]).float().mean() - .01) < .001
+    assert abs((dropped[:, 1:] & dropped[:, :-1]).float().mean() - 0.01) < 0.001
     torch.manual_seed(0)
-    assert torch.equal(fast.drop(x, .1), y) and fast.dropout(.1).eval()(x) is x
-    assert fast.drop(x, .9999999).isfinite().all()
+    assert torch.equal(fast.drop(x, 0.1), y) and fast.dropout(0.1).eval()(x) is x
+    assert fast.drop(x, 0.9999999).isfinite().all()
     torch.manual_seed(0)
-    assert torch.equal(torch.compile(fast.drop, backend="aot_eager", fullgraph=True)(x, .1), y)
+    assert torch.equal(torch.compile(fast.drop, backend="aot_eager", fullgraph=True)(x, 0.1), y)
     torch.manual_seed(0)
-    assert torch.equal(fast.dropout(.1)(x), y) and isinstance(fast.dropout(0), torch.nn.Identity)
+    assert torch.equal(fast.dropout(0.1)(x), y) and isinstance(fast.dropout(0), torch.nn.Identity)
 
 
 def test_compiled_dropouts_are_independent():
     """Calls of the same shape are not made one, and the backward pass has its forward's mask."""
     x = torch.full((300, 301), 2.0, requires_grad=True)
-    twice = torch.compile(lambda x: (fast.drop(x, .5), fast.drop(x + 1, .5)), fullgraph=True,
-                          backend="aot_eager_decomp_partition")
+    twice = torch.compile(
+        lambda x: (fast.drop(x, 0.5), fast.drop(x + 1, 0.5)),
+        fullgraph=True,
+        backend="aot_eager_decomp_partition",
+    )
     a, b = twice(x)
     a.sum().backward()
     assert torch.equal(x.grad, a.detach() / 2)
-    for other in (b, twice(x)[0]):      # dropped by both: a quarter
-        assert abs(((a == 0) & (other == 0)).float().mean() - .25) < .01
+    for other in (b, twice(x)[0]):  # dropped by both: a quarter
+        assert abs(((a == 0) & (other == 0)).float().mean() - 0.25) < 0.01
 
 
 # ==================================================================================================
 # objectives.py
 
+
 class Letters:
     """Stands for a tokenizer: even ids begin a word."""
+
     def decode_single_token_bytes(self, i):
         return b" a" if i % 2 == 0 else b"a"
 
 
 def pretraining(objective="mlm", pe="abs", L=12, double=True, n_layer=1, **change):
     torch.manual_seed(1)
-    encoder = Encoder(EncoderConfig(vocab_size=VOCAB, n_layer=n_layer, n_head=2, d_model=16,
-                                    d_ff=32, max_len=L, dropout=0.0, attn_dropout=0.0, pe=pe))
+    encoder = Encoder(
+        EncoderConfig(
+            vocab_size=VOCAB,
+            n_layer=n_layer,
+            n_head=2,
+            d_model=16,
+            d_ff=32,
+            max_len=L,
+            dropout=0.0,
+            attn_dropout=0.0,
+            pe=pe,
+        )
+    )
     encoder.tokenizer = Letters()
     model = Pretraining(encoder, ObjectiveConfig(objective, **change))
     return model.double() if double else model
@@ -1213,8 +1359,9 @@ def test_mlm_loss_equals_loop():
     for b in range(6):
         for slot in batch["mlm_slots"][b][batch["mlm_weight"][b] > 0]:
             x = mlm.norm(F.gelu(mlm.dense(hidden[b, slot])))
-            scores = torch.stack([x @ model.encoder.tok.weight[t] + mlm.bias[t]
-                                  for t in range(VOCAB)])
+            scores = torch.stack(
+                [x @ model.encoder.tok.weight[t] + mlm.bias[t] for t in range(VOCAB)]
+            )
             total, n = total - scores.log_softmax(0)[tokens[b, slot]], n + 1
     close(model(batch)[0], total / n, 1e-5)
     assert n == 18, "three places in each of six rows"
@@ -1247,11 +1394,10 @@ def test_whole_words_are_selected():
         # A word's score is that of its number, counted as places that start one, specials too.
         number, starts = [], 0
         for i in range(34):
-            starts += int(tokens[b, i] >= CLS or tokens[b, i] % 2 == 0
-                          or tokens[b, i - 1] >= CLS)
+            starts += int(tokens[b, i] >= CLS or tokens[b, i] % 2 == 0 or tokens[b, i - 1] >= CLS)
             number.append(min(starts, 33))
         words = sorted((w for w in words if w), key=lambda w: -score[b, number[w[0]]])
-        expected = [i for w in words for i in w][:round(0.4 * 32)]
+        expected = [i for w in words for i in w][: round(0.4 * 32)]
         assert batch["mlm_slots"][b].tolist() == expected
     assert batch["mlm_slots"].shape == (50, 13) and batch["mlm_weight"].all()
 
@@ -1259,8 +1405,14 @@ def test_whole_words_are_selected():
 def test_word_starts(corpus):
     encoding = encoding_of(corpus)
     starts = data.word_starts(encoding, corpus.vocab_size)
-    for text, expected in ((" lazy", True), ("e", False), (".", True), ("7", False), (" ", True),
-                           ("\n", True)):
+    for text, expected in (
+        (" lazy", True),
+        ("e", False),
+        (".", True),
+        ("7", False),
+        (" ", True),
+        ("\n", True),
+    ):
         assert bool(starts[encoding.encode_ordinary(text)[0]]) == expected, text
     assert starts[-8:].all() and len(starts) == 8192
     refuses("tokenizer", data.word_starts, None, 72)
@@ -1268,8 +1420,11 @@ def test_word_starts(corpus):
 
 def test_mlm_on_all_adds_the_mean_over_the_rest():
     model, tokens, batch = corrupted("mlm", mask_rate=0.3, mlm_on="all")
-    logp = model.objectives["mlm"].word_logits(model.encoder,
-                                          model.encoder(batch["tokens"])).log_softmax(-1)
+    logp = (
+        model.objectives["mlm"]
+        .word_logits(model.encoder, model.encoder(batch["tokens"]))
+        .log_softmax(-1)
+    )
     masked, rest = [], []
     for b in range(6):
         chosen = batch["mlm_slots"][b][batch["mlm_weight"][b]].tolist()
@@ -1290,7 +1445,7 @@ def test_clm_equals_a_loop_and_sees_no_future():
         for i in range(11):
             if tokens[b, i + 1] < CLS:
                 # nothing but what stands to the left
-                last = model.encoder(tokens[b:b + 1, :i + 1], causal=True)[0, -1]
+                last = model.encoder(tokens[b : b + 1, : i + 1], causal=True)[0, -1]
                 logits = model.objectives["clm"].word_logits(model.encoder, last)
                 losses.append(-logits.log_softmax(-1)[tokens[b, i + 1]])
     assert len(losses) == 57
@@ -1298,6 +1453,7 @@ def test_clm_equals_a_loop_and_sees_no_future():
 
 
 # ----- tc
+
 
 def test_tc_positives_and_negatives():
     """Positives within the window where there is one, uniform; negatives from other rows, uniform,
@@ -1307,7 +1463,7 @@ def test_tc_positives_and_negatives():
     tokens[2, 1:-1] = SEP
     # alone in their windows: each is the other's positive
     tokens[2, [2, 9]] = 5
-    tokens[3, 2:-1] = SEP                                     # a row with a single token
+    tokens[3, 2:-1] = SEP  # a row with a single token
     words = tokens < CLS
     near, seen = Counter(), Counter()
     index = torch.arange(6)[:, None, None]
@@ -1328,17 +1484,25 @@ def test_tc_positives_and_negatives():
     assert len(seen) == others and stats.chisquare(list(seen.values())).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("cfg", [{}, dict(tc_embedding="original"),
-                                 dict(tc_embedding="input_layer"), dict(tc_on="masked"),
-                                 dict(tc_on="unmasked"),
-                                 dict(tc_temperature=0.5, tc_negatives=3, tc_window=3)], ids=str)
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {},
+        dict(tc_embedding="original"),
+        dict(tc_embedding="input_layer"),
+        dict(tc_on="masked"),
+        dict(tc_on="unmasked"),
+        dict(tc_temperature=0.5, tc_negatives=3, tc_window=3),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("pe", ["abs", "sin"])
 def test_tc_equals_a_loop(cfg, pe):
     """P2 eq 6 to 8, token by token."""
     model, tokens, batch = corrupted("taco", pe, mask_rate=0.4, **cfg)
     encoder, tc = model.encoder, model.objectives["tc"].cfg
     hidden = encoder(batch["tokens"])
-    scale = 4.0 if pe == "sin" else 1.0                             # sqrt(C)
+    scale = 4.0 if pe == "sin" else 1.0  # sqrt(C)
     e = encoder.tok.weight[tokens if tc.tc_embedding == "original" else batch["tokens"]] * scale
     if tc.tc_embedding == "input_layer":
         e = encoder.norm(e + encoder.pe.at["embed"].embed(torch.arange(12)[None]))
@@ -1351,8 +1515,10 @@ def test_tc_equals_a_loop(cfg, pe):
             if tokens[b, i] < CLS and wanted:
                 candidates = batch["tc_candidates"][b, i]
                 assert len(candidates) == 1 + tc.tc_negatives
-                f = [torch.cosine_similarity(g[12 * b + i], g[c], dim=0) / tc.tc_temperature
-                     for c in candidates]
+                f = [
+                    torch.cosine_similarity(g[12 * b + i], g[c], dim=0) / tc.tc_temperature
+                    for c in candidates
+                ]
                 losses.append(-torch.stack(f).log_softmax(0)[0])
     assert len(losses) == {"all": 57, "masked": 24, "unmasked": 33}[tc.tc_on]
     close(model(batch)[1]["tc"], sum(losses) / len(losses), 1e-5)
@@ -1388,9 +1554,10 @@ def test_tc_accuracy_is_not_rounded_to_16_bits():
 
 # ----- nsp
 
+
 def test_nsp_rows():
     model, tokens = pretraining("nsp"), packed_rows(42)
-    tokens[2, 3:-1] = SEP                                     # two words: no two halves
+    tokens[2, 3:-1] = SEP  # two words: no two halves
     swapped = Counter()
     for seed in range(30):
         batch = model.corrupt(tokens, seed)
@@ -1402,7 +1569,7 @@ def test_nsp_rows():
             words = [i for i in range(12) if tokens[b, i] < CLS]
             middle = words[len(words) // 2]
             assert new[b, middle] == SEP and (new[b, :middle] == tokens[b, :middle]).all()
-            same = [c for c in range(42) if (tokens[c, middle + 1:] == new[b, middle + 1:]).all()]
+            same = [c for c in range(42) if (tokens[c, middle + 1 :] == new[b, middle + 1 :]).all()]
             assert len(same) == 1 and label[same] == label[b] == int(same != [b])
         swapped.update(label.nonzero()[:, 0].tolist())
     assert len(swapped) == 42 and max(swapped.values()) < 28
@@ -1436,7 +1603,7 @@ def test_pplm_permutes_inside_the_selected_set():
 def test_pplm_permutation_is_uniform():
     """Chi-square over the 4! orders of 4 permuted places."""
     stats = pytest.importorskip("scipy.stats")
-    model = pretraining("pplm", L=6, pos_rate=0.99)         # k = 4 of 4
+    model = pretraining("pplm", L=6, pos_rate=0.99)  # k = 4 of 4
     tokens = some_tokens(6000, 6)
     tokens[:, -1] = SEP
     orders = Counter(map(tuple, model.corrupt(tokens, 0)["pos"][:, 1:-1].tolist()))
@@ -1474,8 +1641,9 @@ def pair_loop(name, model, tokens, batch, L, cfg):
         if name == "pplm_binary":
             total = total - out.log_softmax(0)[int(pj - pi == j - i)]
         elif cfg.get("pair_loss") == "wasserstein":
-            total = total + sum(p * abs(c - (L - 1) - (j - i))
-                                for c, p in enumerate(out.softmax(0)))
+            total = total + sum(
+                p * abs(c - (L - 1) - (j - i)) for c, p in enumerate(out.softmax(0))
+            )
         elif cfg.get("pair_loss") == "smooth_l1":
             d = (out[0] - (j - i) / L).abs()
             total = total + (0.5 * d * d * L if d < 1 / L else d - 0.5 / L)
@@ -1484,14 +1652,22 @@ def pair_loop(name, model, tokens, batch, L, cfg):
     return total / n
 
 
-@pytest.mark.parametrize("name, pe, cfg", [
-    *[("pplm", pe, {}) for pe in ("abs", "tupe_r", "t5", "bert_ad", "rope")], ("pmlm", "abs", {}),
-    ("pmlm", "tupe_r", {}),
-    ("pplm_some", "tupe_r", {}), ("pplm_binary", "tupe_r", {}),
-    ("pplm", "tupe_r", dict(pair_scores="content")),
-    ("pplm", "abs", dict(pair_head="linear")), ("pplm", "tupe_r", dict(pair_loss="wasserstein")),
-    ("pmlm", "abs", dict(pair_loss="smooth_l1")), ("pplm", "rope+rel", {}),
-    ("pplm_binary", "rel_k", dict(pair_scores="content", pair_head="linear"))])
+@pytest.mark.parametrize(
+    "name, pe, cfg",
+    [
+        *[("pplm", pe, {}) for pe in ("abs", "tupe_r", "t5", "bert_ad", "rope")],
+        ("pmlm", "abs", {}),
+        ("pmlm", "tupe_r", {}),
+        ("pplm_some", "tupe_r", {}),
+        ("pplm_binary", "tupe_r", {}),
+        ("pplm", "tupe_r", dict(pair_scores="content")),
+        ("pplm", "abs", dict(pair_head="linear")),
+        ("pplm", "tupe_r", dict(pair_loss="wasserstein")),
+        ("pmlm", "abs", dict(pair_loss="smooth_l1")),
+        ("pplm", "rope+rel", {}),
+        ("pplm_binary", "rel_k", dict(pair_scores="content", pair_head="linear")),
+    ],
+)
 def test_pair_losses_equal_a_loop(name, pe, cfg):
     """Which pairs, which labels: P0 sec 3.1, whatever the given positions."""
     model, tokens, batch = corrupted(name, pe, L=8, **cfg, B=3)
@@ -1499,8 +1675,10 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
     close(model(batch)[0], expected, 1e-5)
 
 
-@pytest.mark.parametrize("pe, differs", [("abs", None), ("none", None), ("t5", True),
-                                         ("rope", True), ("abs+rel_k", True)])
+@pytest.mark.parametrize(
+    "pe, differs",
+    [("abs", None), ("none", None), ("t5", True), ("rope", True), ("abs+rel_k", True)],
+)
 def test_content_scores_leave_positions_out(pe, differs):
     """Where a scheme adds nothing to the logits there is nothing to leave out, and that is said."""
     if not differs:
@@ -1515,8 +1693,9 @@ def test_content_scores_leave_positions_out(pe, differs):
 def test_wasserstein_equals_scipy():
     stats = pytest.importorskip("scipy.stats")
     logits, label = torch.randn(9, 15, dtype=torch.double), torch.randint(15, (9,))
-    for x, y, found in zip(logits.softmax(-1).numpy(), label.tolist(),
-                           objectives.wasserstein(logits, label)):
+    for x, y, found in zip(
+        logits.softmax(-1).numpy(), label.tolist(), objectives.wasserstein(logits, label)
+    ):
         assert abs(stats.wasserstein_distance(np.arange(15), [y], x) - found) < 1e-9
 
 
@@ -1551,8 +1730,8 @@ def test_scores_of_the_last_block():
     close(ours, last.permute(0, 2, 3, 1))
     model(batch)[0].backward()
     block, C = encoder.blocks[-1], 16
-    assert block.qkv.weight.grad[:2 * C].abs().min(1).values.min() > 0
-    for p in (block.qkv.weight.grad[2 * C:], block.out.weight.grad, block.fc1.weight.grad):
+    assert block.qkv.weight.grad[: 2 * C].abs().min(1).values.min() > 0
+    for p in (block.qkv.weight.grad[2 * C :], block.out.weight.grad, block.fc1.weight.grad):
         assert p.abs().max() == 0
     assert encoder.blocks[0].fc1.weight.grad.abs().max() > 0 and not hasattr(head, "query")
 
@@ -1586,8 +1765,9 @@ def test_rel_k_gives_the_pair_head_its_own_table():
     assert pretraining("pplm", "rel").objectives["pplm"].head.table is None
 
 
-@pytest.mark.parametrize("objective, item", [("pplm", 4 * 6 * 10 * 23), ("clm", 4 * VOCAB),
-                                             ("mlm", 4 * VOCAB)])
+@pytest.mark.parametrize(
+    "objective, item", [("pplm", 4 * 6 * 10 * 23), ("clm", 4 * VOCAB), ("mlm", 4 * VOCAB)]
+)
 def test_chunks_change_nothing(monkeypatch, objective, item):
     model, tokens, batch = corrupted(objective, "tupe_r")
     results = []
@@ -1599,7 +1779,7 @@ def test_chunks_change_nothing(monkeypatch, objective, item):
         loss.backward()
         results.append([loss.detach(), *[p.grad.clone() for p in model.parameters()]])
     for other in results[1:]:
-        close(results[0], other, 1e-6)          # the loss itself is in float32
+        close(results[0], other, 1e-6)  # the loss itself is in float32
 
 
 def test_chunks_are_as_long_as_the_budget_allows(monkeypatch):
@@ -1609,33 +1789,37 @@ def test_chunks_are_as_long_as_the_budget_allows(monkeypatch):
     def head(x):
         sizes.append(len(x))
         return 2 * x
+
     for budget, expected in ((4 * 4 * 2, [2, 2, 2, 1]), (4 * 4 * 7, [7])):
         sizes.clear()
         monkeypatch.setattr(fast, "CHUNK_BYTES", budget)
-        loss, right = fast.loss_in_chunks(head, x, target, weight, objectives.cross_entropy,
-                                          objectives.likeliest, 4)
+        loss, right = fast.loss_in_chunks(
+            head, x, target, weight, objectives.cross_entropy, objectives.likeliest, 4
+        )
         assert sizes == expected
         each = F.cross_entropy(2 * x, target, reduction="none")
         close(loss, (each * weight).sum() / 5, 1e-6)
         assert right == ((x.argmax(-1) == target) * weight).sum() / 5
 
 
-@pytest.mark.parametrize("objective, flags", [("pplm", {}), ("pplm_binary", {}),
-                                              ("pplm", dict(pair_loss="smooth_l1"))])
+@pytest.mark.parametrize(
+    "objective, flags", [("pplm", {}), ("pplm_binary", {}), ("pplm", dict(pair_loss="smooth_l1"))]
+)
 def test_chunks_keep_nothing_for_the_backward_pass(monkeypatch, objective, flags):
     """The pair head's MLP is wider than two classes or one number: its hidden layer counts too."""
     model = pretraining(objective, "abs", **flags)
     batch = model.corrupt(packed_rows(), 0)
     hidden = model.encoder(batch["tokens"], pos=batch["pos"])
     part, kept = model.objectives[objective], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x,
-                                                  lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: kept.append(x.nbytes) or x, lambda x: x
+    ):
         # all at once; two queries
         for budget in (1 << 30, 2 * 4 * batch["pos"].numel() * objectives.PAIR_HIDDEN):
             monkeypatch.setattr(fast, "CHUNK_BYTES", budget)
             part.loss(model.encoder, hidden, batch)
             kept.append(None)
-    whole, chunked = (sum(kept[:(at := kept.index(None))]), sum(kept[at + 1:-1]))
+    whole, chunked = (sum(kept[: (at := kept.index(None))]), sum(kept[at + 1 : -1]))
     assert chunked < whole / 5, (whole, chunked)
 
 
@@ -1646,8 +1830,9 @@ def test_every_objective_trains_every_parameter(objective, pe):
     # tupe's [CLS] sees no position in the last layer
     model = louder(pretraining(objective, pe, pos_rate=0.4, n_layer=2), 5)
     model(model.corrupt(packed_rows(), 0))[0].backward()
-    small = [name for name, p in model.named_parameters() if p.grad is None
-             or p.grad.abs().max() < 1e-9]
+    small = [
+        name for name, p in model.named_parameters() if p.grad is None or p.grad.abs().max() < 1e-9
+    ]
     assert small == []
     if pe == "tupe_r" and "pplm" in objective:
         table = model.encoder.pe.parts["tupe_r"].positions.table.weight
@@ -1668,11 +1853,15 @@ def enumerated_baselines(n, k):
     known = defaultdict(lambda: defaultdict(Counter))
     for chosen in combinations(range(n), k):
         for order in permutations(chosen):
-            at = {i: i for i in range(n)} | dict(zip(chosen, order))        # given places
+            at = {i: i for i in range(n)} | dict(zip(chosen, order))  # given places
             moved = tuple(i for i in at if at[i] != i)
             for i, j in permutations(range(n), 2):
-                facts = {"prior": (), "copy": (at[i], at[j]), "selected": (chosen, at[i], at[j]),
-                         "moved": (moved, at[i], at[j])}
+                facts = {
+                    "prior": (),
+                    "copy": (at[i], at[j]),
+                    "selected": (chosen, at[i], at[j]),
+                    "moved": (moved, at[i], at[j]),
+                }
                 if {i, j} & set(chosen):
                     shown = [None if x in chosen else x for x in (i, j)]
                     facts["free_slots"] = (chosen, *shown)
@@ -1701,7 +1890,7 @@ def test_baselines_equal_a_simulation(L, rate):
     n = L - 2
     k, rng, R = round(rate * n), np.random.default_rng(1), 6000
     places = np.argsort(rng.random((R, n)), 1)[:, :k]
-    given_at = np.tile(np.arange(n), (R, 1))                # given_at[row, token]: its given place
+    given_at = np.tile(np.arange(n), (R, 1))  # given_at[row, token]: its given place
     np.put_along_axis(given_at, places, rng.permuted(places, axis=1), 1)
     ours = baselines.position_baselines(L, rate)
     r = np.arange(n)[None, :] - np.arange(n)[:, None]
@@ -1713,7 +1902,7 @@ def test_baselines_equal_a_simulation(L, rate):
     counts[:, :, n] = 0
     q = counts / counts.sum(-1, keepdims=True).clip(1)
     plug_in = -(q * np.log(np.where(q > 0, q, 1))).sum(-1)[others]
-    bias = ((q > 0).sum(-1)[others] - 1) / (2 * R)          # Miller-Madow: counts underestimate it
+    bias = ((q > 0).sum(-1)[others] - 1) / (2 * R)  # Miller-Madow: counts underestimate it
     assert abs(ours["copy"] - (plug_in + bias).mean()) < 0.02
     right = np.mean([(row[None, :] - row[:, None] == r)[others].mean() for row in given_at])
     assert abs(ours["binary"] + right * math.log(right) + (1 - right) * math.log(1 - right)) < 0.01
@@ -1730,28 +1919,37 @@ def test_baselines_equal_a_simulation(L, rate):
         selected += k * (k - 1) * entropy_of(any_two) + 2 * k * (n - k) * math.log(k)
         where = np.flatnonzero(row != np.arange(n))
         if m := len(where):
-            a, b = rng.permutation(where)[:2]               # where the two are seen
+            a, b = rng.permutation(where)[:2]  # where the two are seen
             left = [y - x for x, y in itertools.permutations(where, 2) if x != a and y != b]
-            if m < 7:                                       # few: count the orders that move all
+            if m < 7:  # few: count the orders that move all
                 orders = [dict(zip(where, p)) for p in itertools.permutations(where)]
                 left = [p[b] - p[a] for p in orders if all(p[x] != x for x in p)]
             both = m * (m - 1) * entropy_of(left)
             some, pairs = some + both, pairs + m * (m - 1)
             moved += both + 2 * m * (n - m) * math.log(m - 1)
-    known = {"selected": selected / (400 * n * (n - 1)), "moved": moved / (400 * n * (n - 1)),
-             "free_slots": selected / (400 * (k * (k - 1) + 2 * k * (n - k))),
-             "some_moved": some / pairs}
+    known = {
+        "selected": selected / (400 * n * (n - 1)),
+        "moved": moved / (400 * n * (n - 1)),
+        "free_slots": selected / (400 * (k * (k - 1) + 2 * k * (n - k))),
+        "some_moved": some / pairs,
+    }
     assert {name: ours[name] for name in known} == pytest.approx(known, abs=0.03)
 
 
-@pytest.mark.parametrize("L, rate, copy, selected, moved, some_moved, binary", [
-    (32, .6, 3.553, 2.788, 2.607, 3.828, .483), (64, .6, 4.198, 3.387, 3.290, 4.600, .465),
-    (128, .6, 4.841, 4.017, 3.963, 5.324, .446), (64, .15, 1.619, .629, .504, 3.593, .554)])
+@pytest.mark.parametrize(
+    "L, rate, copy, selected, moved, some_moved, binary",
+    [
+        (32, 0.6, 3.553, 2.788, 2.607, 3.828, 0.483),
+        (64, 0.6, 4.198, 3.387, 3.290, 4.600, 0.465),
+        (128, 0.6, 4.841, 4.017, 3.963, 5.324, 0.446),
+        (64, 0.15, 1.619, 0.629, 0.504, 3.593, 0.554),
+    ],
+)
 def test_baselines_of_the_design(L, rate, copy, selected, moved, some_moved, binary):
     """At real sizes; the figures are of two simulations that knew nothing of the formulas."""
     ours = baselines.position_baselines(L, rate)
     expected = dict(copy=copy, selected=selected, moved=moved, some_moved=some_moved, binary=binary)
-    assert {name: ours[name] for name in expected} == pytest.approx(expected, abs=.01)
+    assert {name: ours[name] for name in expected} == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("objective", ["mlm+pplm", "taco", "taco+pplm", "nsp+mlm+pmlm", "clm+tc"])
@@ -1781,9 +1979,17 @@ def test_parts_draw_from_their_own_streams():
     assert torch.equal(one["tokens"], other["tokens"])
 
 
-@pytest.mark.parametrize("objective, key", [("mlm", "tokens"), ("pmlm", "pos"), ("pplm", "pos"),
-                                            ("tc", "tc_candidates"),
-                                           ("nsp", "tokens"), ("nsp+mlm+pplm+tc", "tokens")])
+@pytest.mark.parametrize(
+    "objective, key",
+    [
+        ("mlm", "tokens"),
+        ("pmlm", "pos"),
+        ("pplm", "pos"),
+        ("tc", "tc_candidates"),
+        ("nsp", "tokens"),
+        ("nsp+mlm+pplm+tc", "tokens"),
+    ],
+)
 def test_corruption_is_a_pure_function(objective, key):
     model, tokens = pretraining(objective), packed_rows()
     clean = tokens.clone()
@@ -1791,42 +1997,53 @@ def test_corruption_is_a_pure_function(objective, key):
     torch.manual_seed(99)
     two = model.corrupt(tokens, 7, 100, 0)
     assert all((one[name] == two[name]).all() for name in one) and (tokens == clean).all()
-    assert all((model.corrupt(tokens, *other)[key] != one[key]).any()
-               for other in ((8, 100, 0), (7, 101, 0), (7, 100, 1)))
+    assert all(
+        (model.corrupt(tokens, *other)[key] != one[key]).any()
+        for other in ((8, 100, 0), (7, 101, 0), (7, 100, 1))
+    )
 
 
 def test_scheme_weights_of_the_pair_head_start_xavier():
     torch.manual_seed(0)
-    head = Pretraining(Encoder(EncoderConfig(vocab_size=VOCAB)),
-                       ObjectiveConfig("pplm")).objectives["pplm"].head
+    head = (
+        Pretraining(Encoder(EncoderConfig(vocab_size=VOCAB)), ObjectiveConfig("pplm"))
+        .objectives["pplm"]
+        .head
+    )
     assert abs(head.query.weight.std() - math.sqrt(2 / 256)) < 5e-3
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(objective="foo"), "choose from mlm"),
-    (dict(objective="pmlm+pplm_some"), "at most one position"),
-    (dict(objective="taco+mlm"), "at most one token"),
-    (dict(objective="taco+tc"), "at most one contrastive"),
-    (dict(objective="mlm+clm"), "at most one token"),
-    (dict(objective="clm+pplm"), "neither positions nor nsp"),
-    (dict(objective="nsp+clm"), "neither positions nor nsp"),
-    (dict(mask_rate=0.0), r"in \(0, 1\)"), (dict(mask_rate=1.0), r"in \(0, 1\)"),
-    (dict(pos_rate=1.5), r"in \(0, 1\)"), (dict(pos_rate=float("nan")), r"in \(0, 1\)"),
-    (dict(mlm_on="most"), "choose from masked, all"),
-    (dict(objective="clm", mlm_on="all"), "mlm_on is for mlm"),
-    (dict(objective="pplm", whole_word=True), "whole_word is for mlm"),
-    (dict(pair_loss="wasserstein"), "pair_loss is for pmlm, pplm, pplm_some;"),
-    (dict(objective="pplm_binary", pair_loss="smooth_l1"), "pair_loss is for pmlm"),
-    (dict(tc_window=7), "tc_window is for tc"),
-    (dict(objective="tc", tc_embedding="original"), "tc_embedding original needs mlm"),
-    (dict(objective="tc", tc_on="masked"), "tc_on masked needs mlm"),
-    (dict(objective="tc", tc_window=4), "odd"), (dict(objective="tc", tc_window=1), r"in \[3"),
-    (dict(objective="tc", tc_negatives=0), r"in \[1"),
-    (dict(objective="tc", tc_negatives=2 ** 62), r"in \[1, 1e5\]"),
-    (dict(objective="tc", tc_temperature=0.0), r"in \(0"),
-    (dict(objective="taco", loss_weights=(1.0,)), "wants 2"),
-    (dict(objective="taco", loss_weights=(1.0, 0.0)), r"in \(0"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(objective="foo"), "choose from mlm"),
+        (dict(objective="pmlm+pplm_some"), "at most one position"),
+        (dict(objective="taco+mlm"), "at most one token"),
+        (dict(objective="taco+tc"), "at most one contrastive"),
+        (dict(objective="mlm+clm"), "at most one token"),
+        (dict(objective="clm+pplm"), "neither positions nor nsp"),
+        (dict(objective="nsp+clm"), "neither positions nor nsp"),
+        (dict(mask_rate=0.0), r"in \(0, 1\)"),
+        (dict(mask_rate=1.0), r"in \(0, 1\)"),
+        (dict(pos_rate=1.5), r"in \(0, 1\)"),
+        (dict(pos_rate=float("nan")), r"in \(0, 1\)"),
+        (dict(mlm_on="most"), "choose from masked, all"),
+        (dict(objective="clm", mlm_on="all"), "mlm_on is for mlm"),
+        (dict(objective="pplm", whole_word=True), "whole_word is for mlm"),
+        (dict(pair_loss="wasserstein"), "pair_loss is for pmlm, pplm, pplm_some;"),
+        (dict(objective="pplm_binary", pair_loss="smooth_l1"), "pair_loss is for pmlm"),
+        (dict(tc_window=7), "tc_window is for tc"),
+        (dict(objective="tc", tc_embedding="original"), "tc_embedding original needs mlm"),
+        (dict(objective="tc", tc_on="masked"), "tc_on masked needs mlm"),
+        (dict(objective="tc", tc_window=4), "odd"),
+        (dict(objective="tc", tc_window=1), r"in \[3"),
+        (dict(objective="tc", tc_negatives=0), r"in \[1"),
+        (dict(objective="tc", tc_negatives=2**62), r"in \[1, 1e5\]"),
+        (dict(objective="tc", tc_temperature=0.0), r"in \(0"),
+        (dict(objective="taco", loss_weights=(1.0,)), "wants 2"),
+        (dict(objective="taco", loss_weights=(1.0, 0.0)), r"in \(0"),
+    ],
+)
 def test_bad_objectives_are_refused(change, says):
     refuses(says, ObjectiveConfig, **change)
 
@@ -1841,13 +2058,25 @@ def test_rows_too_short_are_refused():
 # ==================================================================================================
 # train.py and common.py
 
-TINY = shlex.split("--n_layer 1 --n_head 2 --d_model 16 --d_ff 32 --block_size 16 --batch_size 4 "
-                   "--warmup 2 --device cpu --log_every 3 --save_every 0")
+TINY = shlex.split(
+    "--n_layer 1 --n_head 2 --d_model 16 --d_ff 32 --block_size 16 --batch_size 4 "
+    "--warmup 2 --device cpu --log_every 3 --save_every 0"
+)
 
 
 def train_flags(corpus_file, cache, out, *flags):
-    return ["--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache, "--out_dir", str(out),
-            *TINY, *flags]
+    return [
+        "--dataset",
+        corpus_file,
+        "--tokenizer",
+        "bpe",
+        "--cache",
+        cache,
+        "--out_dir",
+        str(out),
+        *TINY,
+        *flags,
+    ]
 
 
 def run_train(corpus_file, cache, out, *flags):
@@ -1857,8 +2086,10 @@ def run_train(corpus_file, cache, out, *flags):
 @pytest.fixture
 def run(corpus_file, cache, tmp_path):
     """run("a", "--steps 3"): train in tmp_path / "a"."""
+
     def run(name, *flags):
         run_train(corpus_file, cache, tmp_path / name, *shlex.split(" ".join(map(str, flags))))
+
     return run
 
 
@@ -1891,7 +2122,8 @@ def test_presets_are_whole_and_legal():
 def test_defaults_are_the_demo():
     demo, cfg = train.PRESETS["demo"], EncoderConfig()
     assert (cfg.n_layer, cfg.n_head, cfg.d_model, cfg.d_ff, cfg.max_len) == tuple(
-        demo[k] for k in ("n_layer", "n_head", "d_model", "d_ff", "block_size"))
+        demo[k] for k in ("n_layer", "n_head", "d_model", "d_ff", "block_size")
+    )
 
 
 def test_every_flag_is_in_the_help_with_its_range(said):
@@ -1910,19 +2142,38 @@ def test_every_flag_is_in_the_help_with_its_range(said):
 def test_the_rate_that_is_logged_was_used(run, tmp_path, monkeypatch):
     """Linear warm-up, linear decay; the last update still has a rate."""
     used, step = [], train.step_or_skip
-    monkeypatch.setattr(train, "step_or_skip", lambda parameters, optimizer, scaler: used.append(
-        float(optimizer.param_groups[1]["lr"])) or step(parameters, optimizer, scaler))
+    monkeypatch.setattr(
+        train,
+        "step_or_skip",
+        lambda parameters, optimizer, scaler: (
+            used.append(float(optimizer.param_groups[1]["lr"]))
+            or step(parameters, optimizer, scaler)
+        ),
+    )
     run("run", "--steps 10 --warmup 4 --lr 0.1 --log_every 1")
     logged = [row["lr"] for row in log_of(tmp_path / "run")[1:]]
-    assert logged == used == pytest.approx([.025, .05, .075, .1, .1, .0833333, .0666667, .05,
-                                            .0333333, .0166667], abs=1e-6)
+    assert (
+        logged
+        == used
+        == pytest.approx(
+            [0.025, 0.05, 0.075, 0.1, 0.1, 0.0833333, 0.0666667, 0.05, 0.0333333, 0.0166667],
+            abs=1e-6,
+        )
+    )
 
 
-@pytest.mark.parametrize("card, built, runs", [
-    ((7, 0), ["sm_70", "sm_80"], True),
-    ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False), ((8, 6), ["sm_80"], True),
-    ((9, 0), ["sm_80", "sm_90a"], True), ((12, 0), ["sm_80", "compute_90"], True),
-    ((12, 0), ["sm_80", "sm_90"], False), ((9, 0), ["gfx90a", "gfx942"], True)])
+@pytest.mark.parametrize(
+    "card, built, runs",
+    [
+        ((7, 0), ["sm_70", "sm_80"], True),
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
+        ((8, 6), ["sm_80"], True),
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((12, 0), ["sm_80", "compute_90"], True),
+        ((12, 0), ["sm_80", "sm_90"], False),
+        ((9, 0), ["gfx90a", "gfx942"], True),
+    ],
+)
 def test_a_card_without_kernels_is_noticed(card, built, runs):
     assert common.has_kernels(*card, built) is runs
 
@@ -1936,18 +2187,31 @@ def test_more_processes_than_gpus(monkeypatch):
 
 def test_cudnns_attention_is_switched_off(monkeypatch):
     """pytorch#196678: NaN in q's gradient."""
-    for name, value in {"is_available": True, "device_count": 1, "set_device": None,
-                        "get_device_capability": (9, 0), "get_arch_list": ["sm_90"]}.items():
+    for name, value in {
+        "is_available": True,
+        "device_count": 1,
+        "set_device": None,
+        "get_device_capability": (9, 0),
+        "get_arch_list": ["sm_90"],
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     torch.backends.cuda.enable_cudnn_sdp(True)
     assert common.pick_device("cuda").type == "cuda"
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize("name, expected", [
-    ("Tesla V100-SXM2-16GB", 125e12), ("Tesla V100-PCIE-16GB", 112e12), ("NVIDIA A10G", None),
-    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3090 Ti", None)])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("Tesla V100-PCIE-16GB", 112e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+    ],
+)
 def test_peak_of_a_card(name, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert common.peak_flops(torch.device("cuda")) == expected
@@ -1963,6 +2227,7 @@ def test_each_part_is_set_beside_its_own_baselines():
 
 
 # ----- the optimiser's step
+
 
 def stepper(model, dtype=torch.float32):
     """The arguments of step_or_skip, as train.py makes them."""
@@ -2017,6 +2282,7 @@ def poisoned(monkeypatch, bad):
         loss, scalars = real(self, batch)
         infinite = torch.is_grad_enabled() and next(calls) in bad
         return loss * (math.inf if infinite else 1), scalars
+
     monkeypatch.setattr(Pretraining, "forward", forward)
 
 
@@ -2031,16 +2297,19 @@ def test_training_that_breaks_down_stops(run, tmp_path, monkeypatch, capsys):
 def test_the_scaler_skips_and_goes_on(run, tmp_path, monkeypatch, capsys):
     """fp16's path, on a CPU: an overflow is normal and advances no schedule; ten in a row stop."""
     real = common.pick_dtype
-    monkeypatch.setattr(common, "pick_dtype", lambda device, name: (torch.float16, "tried here")
-                        if name is None else real(device, name))
+    monkeypatch.setattr(
+        common,
+        "pick_dtype",
+        lambda device, name: (torch.float16, "tried here") if name is None else real(device, name),
+    )
     poisoned(monkeypatch, {2, 3})
     flags = "--steps 12 --log_every 1 --eval_every 6"
     run("run", flags)
     end = weights(tmp_path / "run")
-    assert end["done"] == 10 and end["step"] == 12 and end["scaler"]["scale"] == 2 ** 14
+    assert end["done"] == 10 and end["step"] == 12 and end["scaler"]["scale"] == 2**14
     rates = [row["lr"] for row in log_of(tmp_path / "run")[1:]]
     assert rates[2] == rates[3] == rates[4] > rates[5]
-    for more in ("--dtype float32", ""):                # resumed under another --dtype, and back
+    for more in ("--dtype float32", ""):  # resumed under another --dtype, and back
         shutil.copy(tmp_path / "run" / "ckpt_prev.pt", tmp_path / "run" / "ckpt.pt")
         run("run", flags, "--resume", more)
         assert weights(tmp_path / "run")["done"] == 10
@@ -2050,8 +2319,9 @@ def test_the_scaler_skips_and_goes_on(run, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("objective", ["mlm", "pplm", "mlm+pplm"])
-def test_accumulation_is_the_mean_of_its_micro_batches(run, objective, corpus, tmp_path,
-                                                       monkeypatch):
+def test_accumulation_is_the_mean_of_its_micro_batches(
+    run, objective, corpus, tmp_path, monkeypatch
+):
     """The gradients that the loop hands to the optimiser, before clipping, against the mean of both
     losses."""
     seen, models = [], []
@@ -2060,9 +2330,11 @@ def test_accumulation_is_the_mean_of_its_micro_batches(run, objective, corpus, t
         seen.append([p.grad.clone() for p in parameters])
         optimizer.zero_grad()
         return torch.zeros(())
+
     monkeypatch.setattr(train, "step_or_skip", caught)
-    monkeypatch.setattr(train, "Pretraining", lambda *args: models.append(Pretraining(*args))
-                        or models[-1])
+    monkeypatch.setattr(
+        train, "Pretraining", lambda *args: models.append(Pretraining(*args)) or models[-1]
+    )
     flags = "--grad_accum 2 --dropout 0 --dtype float32 --pe tupe_r --steps 4 --log_every 1"
     run("run", flags, "--objective", objective)
     model = models[-1]
@@ -2076,6 +2348,7 @@ def test_accumulation_is_the_mean_of_its_micro_batches(run, objective, corpus, t
 
 
 # ----- runs
+
 
 def test_run_learns_logs_and_saves(run, tmp_path, said):
     folder = tmp_path / "run"
@@ -2096,8 +2369,9 @@ def test_run_learns_logs_and_saves(run, tmp_path, said):
     assert not any(key.startswith("_orig_mod") for key in weights(folder)["model"])
 
 
-@pytest.mark.parametrize("pe, objective", [("abs", "mlm"), ("tupe_r", "pplm"), ("rel", "clm+tc"),
-                                           ("t5", "nsp+mlm+pmlm")])
+@pytest.mark.parametrize(
+    "pe, objective", [("abs", "mlm"), ("tupe_r", "pplm"), ("rel", "clm+tc"), ("t5", "nsp+mlm+pmlm")]
+)
 def test_resume_is_bit_exact(run, tmp_path, said, pe, objective):
     flags = f"--pe {pe} --objective {objective} --steps 12 --eval_every 6 --grad_accum 2 "
     flags += "--keep_every 6 --dropout .1"
@@ -2115,10 +2389,13 @@ def test_resume_is_bit_exact(run, tmp_path, said, pe, objective):
 
 def test_resume_refuses_another_run(run, tmp_path, capsys):
     run("run", "--steps 3")
-    for flags, says in (("--steps 3", "--resume"), ("--steps 4 --resume", "--steps was 3, is 4"),
-                        ("--steps 3 --resume --pe t5", "--pe was abs, is t5")):
+    for flags, says in (
+        ("--steps 3", "--resume"),
+        ("--steps 4 --resume", "--steps was 3, is 4"),
+        ("--steps 3 --resume --pe t5", "--pe was abs, is t5"),
+    ):
         assert says in one_line(capsys, run, "run", flags)
-    old = weights(tmp_path / "run")         # a run older than a flag: it had its default
+    old = weights(tmp_path / "run")  # a run older than a flag: it had its default
     del old["args"]["pair_from"]
     torch.save(old, tmp_path / "run" / "ckpt.pt")
     run("run", "--steps 3 --resume")
@@ -2185,10 +2462,17 @@ def test_saves_keep_their_distance(run, monkeypatch, seconds, steps):
     """A save takes the time of hundreds of steps on a fast card: not at every validation, but
     always where --keep_every says so, and at the end."""
     write, saved = common.write_torch, []
-    monkeypatch.setattr(common, "write_torch", lambda file, state, *more: (
-        saved.append(state["step"]), write(file, state, *more)))
-    run("run", "--steps 10 --eval_every 3 --save_every", seconds, "--keep_every 5"
-        if seconds == "1e6" else "")
+    monkeypatch.setattr(
+        common,
+        "write_torch",
+        lambda file, state, *more: (saved.append(state["step"]), write(file, state, *more)),
+    )
+    run(
+        "run",
+        "--steps 10 --eval_every 3 --save_every",
+        seconds,
+        "--keep_every 5" if seconds == "1e6" else "",
+    )
     assert saved == steps
 
 
@@ -2197,8 +2481,11 @@ def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, who
     """At whatever call the process dies, there is a whole checkpoint, and the end is bit for bit
     the same."""
     flags = train_flags(corpus_file, cache, tmp_path / "run", *SAVED_OFTEN)
-    dead = subprocess.run([sys.executable, "-c", CUT, "kill", where, str(which), *flags], cwd=HERE,
-                          capture_output=True)
+    dead = subprocess.run(
+        [sys.executable, "-c", CUT, "kill", where, str(which), *flags],
+        cwd=HERE,
+        capture_output=True,
+    )
     assert dead.returncode == -signal.SIGKILL, dead.stderr
     names = ("ckpt.pt", "ckpt_prev.pt")
     found = [name for name in names if (tmp_path / "run" / name).exists()]
@@ -2207,13 +2494,14 @@ def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, who
     assert same_weights(whole_run, weights(tmp_path / "run")["model"])
 
 
-@pytest.mark.parametrize("where, which", [("save", 3), ("fsync", 5)])       # two are of JSON files
-def test_a_full_disk_is_one_line_and_loses_nothing(corpus_file, cache, tmp_path, where, which,
-                                                   monkeypatch, capsys):
+@pytest.mark.parametrize("where, which", [("save", 3), ("fsync", 5)])  # two are of JSON files
+def test_a_full_disk_is_one_line_and_loses_nothing(
+    corpus_file, cache, tmp_path, where, which, monkeypatch, capsys
+):
     flags = train_flags(corpus_file, cache, tmp_path / "run", *SAVED_OFTEN)
     monkeypatch.setattr(sys, "argv", ["", "full", where, str(which), *flags])
     module = torch if where == "save" else os
-    monkeypatch.setattr(module, where, getattr(module, where))          # undone at the end
+    monkeypatch.setattr(module, where, getattr(module, where))  # undone at the end
     error = one_line(capsys, exec, CUT, {}, code=1)
     assert error.startswith("error: ") and "the last checkpoint is of step 6" in error
     steps = [weights(tmp_path / "run", name)["step"] for name in ("ckpt.pt", "ckpt_prev.pt")]
@@ -2249,6 +2537,7 @@ def test_ctrl_c_while_preparing_is_one_line(run, tmp_path, monkeypatch, capsys):
 
 # ----- several processes
 
+
 def two_processes(tmp_path, patch, *flags):
     """train.py under torchrun with two processes, after a patch of its modules -> how it ended.
 
@@ -2268,8 +2557,13 @@ train.step_or_skip = step
 {patch}
 train.main()""")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    return subprocess.run([*torchrun, "--standalone", script, *flags], text=True, timeout=300,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    return subprocess.run(
+        [*torchrun, "--standalone", script, *flags],
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+    )
 
 
 SIGNAL = """
@@ -2284,7 +2578,7 @@ def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, corpus, tmp_
     dead = two_processes(tmp_path, SIGNAL.format(rank=1, name="SIGKILL"), *flags)
     assert dead.returncode != 0 and "Signal 9 (SIGKILL)" in dead.stderr
     assert weights(tmp_path / "run")["step"] == 10
-    train.main([*flags, "--resume", "--grad_accum", "2"])       # one process may go on for the two
+    train.main([*flags, "--resume", "--grad_accum", "2"])  # one process may go on for the two
     assert weights(tmp_path / "run")["step"] == 30
 
 
@@ -2355,40 +2649,66 @@ sys.argv += ["--out_dir", {str(tmp_path)!r} + f"/run{{rank}}", "--cache",
 
 # ----- mistakes
 
-@pytest.mark.parametrize("flags, says", [
-    ("--pe foo", "tupe_r"), ("--objective foo", "pplm"), ("--preset foo", "demo"),
-    ("--lr -1", "--lr"), ("--lr nan", "--lr"), ("--steps 0", "--steps"),
-    ("--block_size 3", "--block_size"), ("--mask_rate 1.5", "mask_rate"),
-    ("--d_model 10 --n_head 3", "n_head"), ("--dataset no/such/*.jsonl", "matches"),
-    ("--block_size 4000", "too few for one row"), ("--dtype float16", "float16"),
-    ("--dropout 2", "dropout"), ("--objective taco --loss_weights 1", "wants 2"),
-    ("--objective clm+pplm", "from the left"), ("--pair_loss l2", "wasserstein"),
-    ("--data_fraction 0", "--data_fraction"), ("--data_fraction .0001", "too few"),
-    ("--dataset ''", "--dataset"),
-    # Sizes beyond reason: the limit is named, and memory is estimated before it is asked for.
-    ("--d_model 1000000000", "[1, 1e5]"), ("--d_ff 10000000000000", "[1, 1e6]"),
-    ("--n_layer 99999", "[1, 1000]"), ("--block_size 4611686018427387904", "[4, 1e5]"),
-    ("--d_model 65536 --d_ff 1000000 --n_head 1 --n_layer 100", "G parameters take"),
-    ("--n_head 99999999999999999999999", "[1, 1e4]"), ("--seed 9223372036854775808", "[0, 9e18]"),
-    ("--objective tc --tc_negatives 4611686018427387904", "[1, 1e5]"),
-    ("--objective tc --tc_window 4611686018427387903", "[3, 1e5]"),
-    ("--batch_size 100000 --block_size 50000", "too much for one micro-batch"),
-    ("--steps 1e22", "invalid int value"), ("--loss_weights inf", "--loss_weights"),
-    (f"--pe {'x' * 5000}", "unknown pe"), (f"--dataset '{'y ' * 3000}.txt'", "matches"),
-])
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--pe foo", "tupe_r"),
+        ("--objective foo", "pplm"),
+        ("--preset foo", "demo"),
+        ("--lr -1", "--lr"),
+        ("--lr nan", "--lr"),
+        ("--steps 0", "--steps"),
+        ("--block_size 3", "--block_size"),
+        ("--mask_rate 1.5", "mask_rate"),
+        ("--d_model 10 --n_head 3", "n_head"),
+        ("--dataset no/such/*.jsonl", "matches"),
+        ("--block_size 4000", "too few for one row"),
+        ("--dtype float16", "float16"),
+        ("--dropout 2", "dropout"),
+        ("--objective taco --loss_weights 1", "wants 2"),
+        ("--objective clm+pplm", "from the left"),
+        ("--pair_loss l2", "wasserstein"),
+        ("--data_fraction 0", "--data_fraction"),
+        ("--data_fraction .0001", "too few"),
+        ("--dataset ''", "--dataset"),
+        # Sizes beyond reason: the limit is named, and memory is estimated before it is asked for.
+        ("--d_model 1000000000", "[1, 1e5]"),
+        ("--d_ff 10000000000000", "[1, 1e6]"),
+        ("--n_layer 99999", "[1, 1000]"),
+        ("--block_size 4611686018427387904", "[4, 1e5]"),
+        ("--d_model 65536 --d_ff 1000000 --n_head 1 --n_layer 100", "G parameters take"),
+        ("--n_head 99999999999999999999999", "[1, 1e4]"),
+        ("--seed 9223372036854775808", "[0, 9e18]"),
+        ("--objective tc --tc_negatives 4611686018427387904", "[1, 1e5]"),
+        ("--objective tc --tc_window 4611686018427387903", "[3, 1e5]"),
+        ("--batch_size 100000 --block_size 50000", "too much for one micro-batch"),
+        ("--steps 1e22", "invalid int value"),
+        ("--loss_weights inf", "--loss_weights"),
+        (f"--pe {'x' * 5000}", "unknown pe"),
+        (f"--dataset '{'y ' * 3000}.txt'", "matches"),
+    ],
+)
 def test_mistakes_are_one_line_and_exit_2(corpus, run, tmp_path, capsys, monkeypatch, flags, says):
-    monkeypatch.setattr(sys, "argv", shlex.split(flags))        # what it shortens in messages
+    monkeypatch.setattr(sys, "argv", shlex.split(flags))  # what it shortens in messages
     began, error = time.time(), one_line(capsys, run, "run", flags)
     assert says in error and len(error) < 1000 and time.time() - began < 60
     assert not (tmp_path / "run").exists(), "nothing half-written"
 
 
-@pytest.mark.parametrize("flags, says", [
-    ("--pe rope --objective pmlm", "unknown"), ("--pe tupe_r+abs", "alone"),
-    ("--objective pplm --pair_scores content", "content"),
-    ("--objective tc --batch_size 1", "--batch_size 2"), ("--init_from nowhere", "no checkpoint"),
-    ("--init_embeddings nowhere", "no checkpoint"), ("--d_ff 1000000 --n_layer 1000", "parameters"),
-    ("--objective pplm --block_size 4 --pos_rate .3", "fewer than 2")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--pe rope --objective pmlm", "unknown"),
+        ("--pe tupe_r+abs", "alone"),
+        ("--objective pplm --pair_scores content", "content"),
+        ("--objective tc --batch_size 1", "--batch_size 2"),
+        ("--init_from nowhere", "no checkpoint"),
+        ("--init_embeddings nowhere", "no checkpoint"),
+        ("--d_ff 1000000 --n_layer 1000", "parameters"),
+        ("--objective pplm --block_size 4 --pos_rate .3", "fewer than 2"),
+    ],
+)
 def test_mistakes_show_before_data_are_prepared(tmp_path, capsys, monkeypatch, flags, says):
     """Wikipedia would take hours."""
     monkeypatch.setattr(train, "prepare", lambda **settings: pytest.fail("too late"))
@@ -2424,6 +2744,7 @@ def test_a_rate_without_its_objective_is_noted(said):
 
 # ----- files and checkpoints
 
+
 def test_what_a_json_file_must_hold(tmp_path):
     file = tmp_path / "x.json"
     for content in (b"", b"{", b"\xff\xfe", b"null", b"[]", b'{"a": 1}', b'{"a": "1", "b": "c"}'):
@@ -2441,10 +2762,10 @@ def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
     file = tmp_path_factory.mktemp("fuzz") / "ckpt.pt"
     torch.save({"config": {}, "model": {}, "tokenizer": {}}, file)
     whole = file.read_bytes()
-    middle = whole[:40] + content + whole[40 + len(content):]
-    for damaged in (content, whole[:cut % len(whole)], middle):
+    middle = whole[:40] + content + whole[40 + len(content) :]
+    for damaged in (content, whole[: cut % len(whole)], middle):
         file.write_bytes(damaged)
-        try:        # the damage may be where nothing is read
+        try:  # the damage may be where nothing is read
             assert isinstance(common.read_checkpoint(str(file)), dict)
         except ValueError as error:
             assert "checkpoint" in str(error)
@@ -2460,6 +2781,7 @@ def test_two_programs_save_in_one_folder(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "getpid", lambda: 1)
         common.write_json(tmp_path / "other.json", {})
         replace(a, b)
+
     monkeypatch.setattr(os, "replace", while_another_writes)
     common.write_torch(file, 2, previous)
     assert (torch.load(file), torch.load(previous)) == (2, 1)
@@ -2471,7 +2793,7 @@ def test_bad_checkpoints_are_one_line(run, tmp_path):
     refuses("no checkpoint at", load, tmp_path / "nowhere")
     refuses("does not fit this model", load, tmp_path / "run", d_ff=64)
     refuses(r'Missing key\(s\).* "pe.parts.t5', load, tmp_path / "run", pe="t5")
-    for content in (good[:len(good) // 2], b"", b"not a checkpoint"):
+    for content in (good[: len(good) // 2], b"", b"not a checkpoint"):
         (tmp_path / "run" / "ckpt.pt").write_bytes(content)
         refuses("not a readable checkpoint", load, tmp_path / "run")
     torch.save({"some": "thing"}, tmp_path / "run" / "ckpt.pt")
@@ -2490,10 +2812,12 @@ def test_compiled_training_agrees_with_eager(run, tmp_path):
 
 # ----- P2's experiments
 
+
 def test_embeddings_are_taken_over_and_frozen(run, tmp_path, capsys):
     def words(name, *flags):
         run(name, "--steps 3", *flags)
         return weights(tmp_path / name)["model"]["encoder.tok.weight"]
+
     first, taken = words("a"), f"--seed 5 --init_embeddings {tmp_path}/a"
     assert torch.equal(first, words("b", taken, "--objective taco --pe t5 --freeze_embeddings"))
     learned = words("c", taken)
@@ -2502,6 +2826,7 @@ def test_embeddings_are_taken_over_and_frozen(run, tmp_path, capsys):
 
 
 # ----- warm start
+
 
 def saved(model):
     return {"model": model.state_dict(), "config": dataclasses.asdict(model.encoder.config)}
@@ -2524,7 +2849,7 @@ def test_warm_start_grows_the_tables(pe):
         head = model.objectives["pplm"].head
         logits.append(head.psi(head.scores(model.encoder, model.encoder(tokens), batch)))
     # Offset r was class r + 11, and is class r + 19.
-    close(logits[1][..., 8:8 + 23], logits[0])
+    close(logits[1][..., 8 : 8 + 23], logits[0])
     untouched = pretraining("pplm", pe, L=20).state_dict()
     for key in done["grown"]:
         assert (large.state_dict()[key] == untouched[key]).any(), f"{key}: new rows are fresh"
@@ -2556,12 +2881,18 @@ def test_warm_start_with_other_classes(L):
 
 def test_warm_start_refuses_other_shapes():
     small = pretraining("mlm", "abs", L=12)
-    refuses("would cut", common.warm_start, pretraining("mlm", L=8, mask_rate=0.3), saved(small),
-            "run")
+    refuses(
+        "would cut", common.warm_start, pretraining("mlm", L=8, mask_rate=0.3), saved(small), "run"
+    )
     other = saved(small)
     other["config"]["d_ff"] = 48
-    refuses("d_ff is 48 there and 32 here", common.warm_start, pretraining("mlm", "abs", L=12),
-            other, "run")
+    refuses(
+        "d_ff is 48 there and 32 here",
+        common.warm_start,
+        pretraining("mlm", "abs", L=12),
+        other,
+        "run",
+    )
 
 
 def test_init_from_tells_what_it_did(run, tmp_path, said):
@@ -2574,6 +2905,7 @@ def test_init_from_tells_what_it_did(run, tmp_path, said):
 
 # ==================================================================================================
 # finetune.py
+
 
 def test_metrics_equal_scikit_learn_and_scipy():
     """Also on degenerate input: one class, constant scores, ties."""
@@ -2591,8 +2923,10 @@ def test_metrics_equal_scikit_learn_and_scipy():
     assert type(ours["docs"](y, p)["accuracy"]) is float
     for spread in (1, 1e-150, 1e6):
         y, p = rng.integers(0, 6, 40) * spread, rng.normal(size=40).round(1)
-        assert ours["stsb"](y, p) == pytest.approx({"pearson": stats.pearsonr(y / spread, p)[0],
-                                                    "spearman": stats.spearmanr(y, p)[0]}, abs=1e-9)
+        assert ours["stsb"](y, p) == pytest.approx(
+            {"pearson": stats.pearsonr(y / spread, p)[0], "spearman": stats.spearmanr(y, p)[0]},
+            abs=1e-9,
+        )
     nothing = {"pearson": 0.0, "spearman": 0.0}
     assert ours["stsb"](y, [0.1] * 40) == ours["stsb"]([2.5] * 40, p) == nothing
     assert ours["stsb"](y, [math.nan] * 40) == nothing
@@ -2600,9 +2934,11 @@ def test_metrics_equal_scikit_learn_and_scipy():
 
 def squad_by_hand(golds, text):
     """The official scoring, written anew."""
+
     def words(s):
         kept = "".join(c for c in s.lower() if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
         return re.sub(r"(?<!\w)(?:an?|the)(?!\w)", " ", kept).split()
+
     found = [words(g) for g in golds if words(g)] or [[]]
     mine, em, f1 = words(text), 0.0, 0.0
     for gold in found:
@@ -2619,18 +2955,32 @@ def squad_by_hand(golds, text):
     return em, f1
 
 
-@pytest.mark.parametrize("golds, text, em, f1", [
-    (["the cat"], "Cat!", 1, 1), (["an owl, a fox"], "owl fox", 1, 1), (["x"], "", 0, 0),
-    ([], "", 1, 1), ([], "x", 0, 0), (["a b c", "b"], "b", 1, 1), (["b c d"], "c", 0, 0.5),
-    (["theatre"], "the atre", 0, 0), (["The"], "", 1, 1), (["c c d"], "c d d", 0, 2 / 3),
-    (["$5.00"], "500", 1, 1), (["area"], "are", 0, 0), (["Café  au\tla"], "café au la", 1, 1)])
+@pytest.mark.parametrize(
+    "golds, text, em, f1",
+    [
+        (["the cat"], "Cat!", 1, 1),
+        (["an owl, a fox"], "owl fox", 1, 1),
+        (["x"], "", 0, 0),
+        ([], "", 1, 1),
+        ([], "x", 0, 0),
+        (["a b c", "b"], "b", 1, 1),
+        (["b c d"], "c", 0, 0.5),
+        (["theatre"], "the atre", 0, 0),
+        (["The"], "", 1, 1),
+        (["c c d"], "c d d", 0, 2 / 3),
+        (["$5.00"], "500", 1, 1),
+        (["area"], "are", 0, 0),
+        (["Café  au\tla"], "café au la", 1, 1),
+    ],
+)
 def test_squad_metrics_on_edge_cases(golds, text, em, f1):
     assert finetune.METRICS["squad"]([golds], [text]) == pytest.approx({"em": em, "f1": f1})
     assert squad_by_hand(golds, text) == pytest.approx((em, f1))
 
 
-ANSWER = st.lists(st.sampled_from("the|a|An|cat|Dog's|3.5|é|,|the-end|\u00a0|".split("|")),
-                  max_size=5).map(" ".join)
+ANSWER = st.lists(
+    st.sampled_from("the|a|An|cat|Dog's|3.5|é|,|the-end|\u00a0|".split("|")), max_size=5
+).map(" ".join)
 
 
 @given(pairs=st.lists(st.tuples(st.lists(ANSWER, max_size=3), ANSWER), min_size=1, max_size=5))
@@ -2643,16 +2993,25 @@ def test_squad_metrics_equal_an_independent_one(pairs):
 
 # The official columns of each task's train.tsv and dev.tsv; MNLI's dev file has more labels.
 OFFICIAL = {
-    "cola": None, "sst2": "sentence label", "qnli": "index question sentence label",
-    "mrpc": "Quality|#1 ID|#2 ID|#1 String|#2 String", "rte": "index sentence1 sentence2 label",
+    "cola": None,
+    "sst2": "sentence label",
+    "qnli": "index question sentence label",
+    "mrpc": "Quality|#1 ID|#2 ID|#1 String|#2 String",
+    "rte": "index sentence1 sentence2 label",
     "wnli": "index sentence1 sentence2 label",
     "qqp": "id qid1 qid2 question1 question2 is_duplicate",
     "stsb": "index genre filename year old_index source1 source2 sentence1 sentence2 score",
     "mnli": "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
-    "sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label"}
+    "sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label",
+}
 # Text without what ends a field or a row; some that str.splitlines takes for an end are likely.
-LINE = st.text(st.one_of(st.sampled_from('"\u2028\x85\x0b\x0c\x1c \'\\'), st.characters(
-    blacklist_characters="\t\r\n\0", blacklist_categories=("Cs",))), max_size=12)
+LINE = st.text(
+    st.one_of(
+        st.sampled_from("\"\u2028\x85\x0b\x0c\x1c '\\"),
+        st.characters(blacklist_characters="\t\r\n\0", blacklist_categories=("Cs",)),
+    ),
+    max_size=12,
+)
 
 
 def official_file(name, rows, end="\n", bom=False):
@@ -2699,7 +3058,9 @@ def test_readers_of_malformed_files(tmp_path, said):
     for name, text, says in (
         ("rte", rte + "0\ta\tb\tmaybe\n", "line 2: label 'maybe' is not one of entailment"),
         ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2, only sentence1, label"),
-        ("rte", "", "has no rows"), ("rte", rte, "has no rows"), ("rte", "\n", "has no rows"),
+        ("rte", "", "has no rows"),
+        ("rte", rte, "has no rows"),
+        ("rte", "\n", "has no rows"),
         ("sst2", "sentence\tlabel\nfine\t1\nbroken\rrow\t1\n", "line 3: not 2 columns"),
         ("stsb", official_file("stsb", [("ab", "5.1")]), "line 2: score 5.1 is not in 0 .. 5"),
         ("stsb", official_file("stsb", [("ab", "nan")]), "score nan is not in 0 .. 5"),
@@ -2723,9 +3084,12 @@ def finetune_args(*flags):
 
 def test_test_files_and_optional_ones(tmp_path, said):
     args = finetune_args("--data_dir", tmp_path)
-    for name, header in (("cola", "index\tsentence"), ("ax", "index\tsentence1\tsentence2"),
-                         ("mrpc", "index\t#1 ID\t#2 ID\t#1 String\t#2 String"),
-                         ("qqp", "id\tquestion1\tquestion2")):
+    for name, header in (
+        ("cola", "index\tsentence"),
+        ("ax", "index\tsentence1\tsentence2"),
+        ("mrpc", "index\t#1 ID\t#2 ID\t#1 String\t#2 String"),
+        ("qqp", "id\tquestion1\tquestion2"),
+    ):
         task, n = finetune.TASKS[name], header.count("\t")
         lines = [header, *("\t".join([str(i), *["t"] * n]) for i in (0, 1, 7))]
         file = tmp_path / task.folder / ("diagnostic.tsv" if name == "ax" else "test.tsv")
@@ -2754,6 +3118,7 @@ def test_hub_rows(monkeypatch):
     is said soon: its own library would try for minutes."""
     import datasets
     from huggingface_hub import constants
+
     tasks, load = finetune.TASKS, datasets.load_dataset
     online(monkeypatch, False)
 
@@ -2779,8 +3144,12 @@ def test_hub_rows(monkeypatch):
             assert train == evaluations[name] == [(texts, 1)]
             for rows in finetune.read_split(name, args, "test").values():
                 assert rows == [(texts, 5)]
-    assert {(glue, "mnli", "test_mismatched"), (glue, "mnli", "validation_matched"),
-            ("rajpurkar/squad_v2", None, "validation"), (glue, "stsb", "test")} <= asked
+    assert {
+        (glue, "mnli", "test_mismatched"),
+        (glue, "mnli", "validation_matched"),
+        ("rajpurkar/squad_v2", None, "validation"),
+        (glue, "stsb", "test"),
+    } <= asked
     # The hub's order of classes and its names of columns, by its data cards.
     nli, rte = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
     assert tasks["mnli"].classes == tasks["ax"].classes == nli
@@ -2808,22 +3177,32 @@ def squad_json(questions, version="1.1"):
 
 
 def test_squad_files(tmp_path, said):
-    text = squad_json([("1", "who?", "It's Zoë.", [("Zoë", 5), ("Zoë.", 5)]),
-                       ("2", "no?", "a\u2028b", [])], "2.0")
+    text = squad_json(
+        [("1", "who?", "It's Zoë.", [("Zoë", 5), ("Zoë.", 5)]), ("2", "no?", "a\u2028b", [])], "2.0"
+    )
     (tmp_path / "squad").mkdir()
-    for folder in (tmp_path / "squad", tmp_path):           # in a folder of their own, or directly
+    for folder in (tmp_path / "squad", tmp_path):  # in a folder of their own, or directly
         for split in ("train", "dev"):
             (folder / f"{split}-v2.0.json").write_text(text, encoding="utf-8")
     for folder in (tmp_path, tmp_path / "squad"):
         train, found = finetune.read_task("squad_v2", finetune_args("--data_dir", folder))
-        questions = [finetune.Question(("who?", "It's Zoë."), ["Zoë", "Zoë."], [5, 5], "1"),
-                     finetune.Question(("no?", "a\u2028b"), [], [], "2")]
+        questions = [
+            finetune.Question(("who?", "It's Zoë."), ["Zoë", "Zoë."], [5, 5], "1"),
+            finetune.Question(("no?", "a\u2028b"), [], [], "2"),
+        ]
         assert found == {"squad_v2": questions} and train in (questions, questions[::-1])
     file = tmp_path / "train-v1.1.json"
-    for text, says in (("{", "is damaged"), ("{}", "KeyError: 'data'"), ('{"data": 3}', "damaged"),
-                       ("[]", "damaged"), ('{"data": [{"paragraphs": [{}]}]}', "damaged"),
-                       (squad_json([("1", "q", "a b", [("b", 1)])]),
-                        "question 1: its answer is not at its place.*--skip_bad")):
+    for text, says in (
+        ("{", "is damaged"),
+        ("{}", "KeyError: 'data'"),
+        ('{"data": 3}', "damaged"),
+        ("[]", "damaged"),
+        ('{"data": [{"paragraphs": [{}]}]}', "damaged"),
+        (
+            squad_json([("1", "q", "a b", [("b", 1)])]),
+            "question 1: its answer is not at its place.*--skip_bad",
+        ),
+    ):
         file.write_text(text)
         refuses(says, finetune.read_file, "squad", file, "train")
     file.write_text(squad_json([(str(i), "q", "a b", [("b", i)]) for i in (1, 2)]))
@@ -2831,13 +3210,23 @@ def test_squad_files(tmp_path, said):
     assert "1 malformed rows left out" in said()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"rows": 3}', '{"rows": [3], "every": 2}',
-    '{"rows": [["torch", "t"]], "every": 0}', '{"rows": [["perl", "t"]], "every": 2}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"rows": 3}',
+        '{"rows": [3], "every": 2}',
+        '{"rows": [["torch", "t"]], "every": 0}',
+        '{"rows": [["perl", "t"]], "every": 2}',
+    ],
+)
 def test_damaged_docs_are_one_clear_line(tmp_path, monkeypatch, content):
     (tmp_path / "docs.json").write_text(content)
     monkeypatch.setattr(finetune, "prepare", lambda *args: SimpleNamespace(folder=tmp_path))
     refuses("damaged", finetune.docs_rows, "")
-    monkeypatch.setattr(finetune, "prepare", lambda *args: {}["source"])    # of its meta.json
+    monkeypatch.setattr(finetune, "prepare", lambda *args: {}["source"])  # of its meta.json
     refuses("damaged", finetune.docs_rows, "")
 
 
@@ -2850,15 +3239,17 @@ def test_encode_cuts_the_longest_first(tokenizer):
     cfg, short = EncoderConfig(vocab_size=8192), tokenizer.encode_ordinary("a dog")
     ids = finetune.encode(("the fox " * 30, "a dog"), tokenizer, cfg, 20)
     assert len(ids) == 20 and ids[0] == cfg.cls_id and ids[-1] == cfg.sep_id
-    assert ids[-1 - len(short):-1] == short and ids.count(cfg.sep_id) == 2
+    assert ids[-1 - len(short) : -1] == short and ids.count(cfg.sep_id) == 2
     swapped = finetune.encode(("a dog", "the fox " * 30), tokenizer, cfg, 20)
-    assert len(swapped) == 20 and swapped[1:1 + len(short)] == short
+    assert len(swapped) == 20 and swapped[1 : 1 + len(short)] == short
     assert finetune.encode(("a dog",), tokenizer, cfg, 20) == [cfg.cls_id, *short, cfg.sep_id]
     assert cfg.mask_id in finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
 
 
-TEXT = st.text(st.one_of(st.sampled_from("the fox é漢😀\n"), st.characters(
-    blacklist_categories=("Cs",))), max_size=60)
+TEXT = st.text(
+    st.one_of(st.sampled_from("the fox é漢😀\n"), st.characters(blacklist_categories=("Cs",))),
+    max_size=60,
+)
 
 
 @given(text=TEXT)
@@ -2873,8 +3264,12 @@ def test_token_spans_cover_the_text(tokenizer, text):
     assert all(b - 1 <= c <= b for (_, b), (c, _) in zip(spans, spans[1:]))
 
 
-@given(context=TEXT, question=TEXT, length=st.integers(8, 40),
-       cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+@given(
+    context=TEXT,
+    question=TEXT,
+    length=st.integers(8, 40),
+    cut=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
 @settings(max_examples=150, deadline=None)
 def test_squad_windows(tokenizer, context, question, length, cut):
     """They cover every token in steps of a third; a label holds the answer, as far as it can."""
@@ -2887,9 +3282,11 @@ def test_squad_windows(tokenizer, context, question, length, cut):
     starts = [k * min(length // 3, room) for k in range(len(found))]
     inside = [i for i, (x, y) in enumerate(spans.tolist()) if golds and y > a and x < b]
     for ((row, label), window), start in zip(found, starts):
-        part, offset = ids[start:start + room], window.offset
-        assert row[offset - 1:] == [cfg.sep_id, *part, cfg.sep_id] and row[0] == cfg.cls_id
-        assert (window.spans == spans[start:start + room]).all() and len(part) == len(window.spans)
+        part, offset = ids[start : start + room], window.offset
+        assert row[offset - 1 :] == [cfg.sep_id, *part, cfg.sep_id] and row[0] == cfg.cls_id
+        assert (window.spans == spans[start : start + room]).all() and len(part) == len(
+            window.spans
+        )
         assert window.question == 3 and len(row) <= length
         if not (inside and start <= inside[0] and inside[-1] < start + len(part)):
             assert label == (0, 0)
@@ -2960,7 +3357,7 @@ def test_padding_changes_no_output_and_no_loss(name):
     out, alone = model(tokens, pad), [finetune.collate([row], [0], 65, cpu) for row in rows]
     for row, (ids, none, _) in zip(out, alone):
         assert none is None
-        close(row[..., :ids.size(1)] if name == "squad" else row, model(ids, None)[0], 1e-6)
+        close(row[..., : ids.size(1)] if name == "squad" else row, model(ids, None)[0], 1e-6)
     losses = [model.loss(*one) for one in alone]
     close(model.loss(tokens, pad, labels), sum(losses) / 2, 1e-6)
     if name == "stsb":
@@ -2976,16 +3373,27 @@ def test_recipes_are_the_papers_tables():
 
     def row(recipe, name, cfg=wide, *flags):
         s = finetune.settings(finetune_args("--recipe", recipe, *flags), name, cfg)
-        return (s.epochs, s.lr, s.batch_size, s.warmup, s.weight_decay, s.eps, s.length,
-                s.layer_decay)
+        return (
+            s.epochs,
+            s.lr,
+            s.batch_size,
+            s.warmup,
+            s.weight_decay,
+            s.eps,
+            s.length,
+            s.layer_decay,
+        )
 
-    assert row("electra", "mnli") == (3, [1e-4], 32, .1, 0, 1e-6, 128, .8)
+    assert row("electra", "mnli") == (3, [1e-4], 32, 0.1, 0, 1e-6, 128, 0.8)
     assert row("electra", "stsb", narrow)[:2] == (10, [3e-4]) and row("electra", "rte")[0] == 10
     assert row("electra", "squad")[0::6] == row("electra", "squad_v2")[0::6] == (2, 512)
-    assert row("tupe", "qnli") == (5, [2e-5, 3e-5, 4e-5, 5e-5], 32, .06, .01, 1e-6, 512, 1)
+    assert row("tupe", "qnli") == (5, [2e-5, 3e-5, 4e-5, 5e-5], 32, 0.06, 0.01, 1e-6, 512, 1)
     assert row("tupe", "sst2", narrow)[:2] == (10, [2e-5, 3e-5, 4e-5, 5e-5])
-    for names, epochs, batch, warmup in (("mnli qqp", 6, 64, 2000), ("qnli sst2", 4, 64, 200),
-                                         ("cola stsb mrpc rte", 4, 32, 100)):
+    for names, epochs, batch, warmup in (
+        ("mnli qqp", 6, 64, 2000),
+        ("qnli sst2", 4, 64, 200),
+        ("cola stsb mrpc rte", 4, 32, 100),
+    ):
         for name in names.split():
             assert row("taco", name) == (epochs, [5e-5], batch, warmup, 0, 1e-8, 128, 1)
     assert row("bert", "qqp") == (3, [2e-5], 32, 0, 0, 1e-8, 128, 1)
@@ -3001,9 +3409,10 @@ def test_recipes_are_the_papers_tables():
 def test_finetuning_schedule():
     def of(warmup):
         return [round(finetune.schedule(step, 10, warmup), 4) for step in range(10)]
-    assert of(4) == of(0.4) == [.25, .5, .75, 1, 1, .8333, .6667, .5, .3333, .1667]
-    assert of(0) == [1, .9, .8, .7, .6, .5, .4, .3, .2, .1]
-    assert of(20) == [.05, .1, .15, .2, .25, .3, .35, .4, .45, .5], "never at the peak"
+
+    assert of(4) == of(0.4) == [0.25, 0.5, 0.75, 1, 1, 0.8333, 0.6667, 0.5, 0.3333, 0.1667]
+    assert of(0) == [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    assert of(20) == [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5], "never at the peak"
 
 
 def test_layer_wise_decay_and_weight_decay():
@@ -3020,7 +3429,7 @@ def test_layer_wise_decay_and_weight_decay():
     assert {g["peak"] for g in finetune.param_groups(model, 2.0, 1.0, 0)} == {2.0}
     probe = finetune.Classifier(tiny(), "mnli", 12, probe=True).train()
     assert probe.head.training and not probe.encoder.training, "a frozen encoder has no dropout"
-    learned = {id(p) for g in finetune.param_groups(probe, 1, .8, 0) for p in g["params"]}
+    learned = {id(p) for g in finetune.param_groups(probe, 1, 0.8, 0) for p in g["params"]}
     assert learned == {id(probe.head[-1].weight), id(probe.head[-1].bias)}
 
 
@@ -3029,8 +3438,8 @@ def test_averages_of_the_papers():
     order = ["mnli", "mnli-mm", "qnli", "qqp", "sst2", "cola", "mrpc", "rte", "stsb"]
     for paper, values, mean in (
         ("P1", (84.77, 84.95, 91.78, 90.99, 92.75, 56.77, 87.90, 71.70, 89.60), 83.47),  # table 2
-        ("P2", (77.9, 78.4, 86.5, 86.1, 88.9, 34.2, 88.1, 59.5, 86.1), 76.2),   # table 1, TACO-250k
-        ("P3", (None, 84.8, 88.7, 87.8, 93.0, 60.2, 89.4, 65.1, 88.6), 82.2),   # table 3
+        ("P2", (77.9, 78.4, 86.5, 86.1, 88.9, 34.2, 88.1, 59.5, 86.1), 76.2),  # table 1, TACO-250k
+        ("P3", (None, 84.8, 88.7, 87.8, 93.0, 60.2, 89.4, 65.1, 88.6), 82.2),  # table 3
     ):
         kinds, by_name = finetune.AVERAGES[paper], dict(zip(order, values))
         scores = {(name, kind): by_name[name] for name, kind in kinds.items()}
@@ -3043,10 +3452,19 @@ def test_averages_of_the_papers():
 
 def test_the_best_learning_rate_counts(said):
     runs, row = [], dict(seconds=1.0, one_class=False)
-    for lr, values in ((1, (.1, .2, .9)), (2, (.3, .3, .4))):
+    for lr, values in ((1, (0.1, 0.2, 0.9)), (2, (0.3, 0.3, 0.4))):
         for seed, m in enumerate(values):
-            runs.append(dict(row, ckpt="a", task="cola", lr=lr, seed=seed, metrics={"matthews": m},
-                             constant={"matthews": 0.0}))
+            runs.append(
+                dict(
+                    row,
+                    ckpt="a",
+                    task="cola",
+                    lr=lr,
+                    seed=seed,
+                    metrics={"matthews": m},
+                    constant={"matthews": 0.0},
+                )
+            )
     assert finetune.best_runs(runs, statistics.median) == {("a", "cola"): runs[3:]}
     assert finetune.best_runs(runs, statistics.mean) == {("a", "cola"): runs[:3]}
     finetune.report(runs, finetune_args("--recipe", "tupe"))
@@ -3054,12 +3472,20 @@ def test_the_best_learning_rate_counts(said):
     assert re.search(r"matthews +0.300 +0.300 +0.400 +0.058 +0.000 +2 +3", out)
     assert "the best of 2" in out
     finetune.report([runs[0], dict(runs[3], ckpt="b")], finetune_args("--recipe", "tupe"))
-    assert "the best of" not in said()      # a rate each: nothing was chosen
+    assert "the best of" not in said()  # a rate each: nothing was chosen
     # With --eval_only every task has its own file: averages are over a folder.
     args, runs = SimpleNamespace(recipe="electra", task="all", eval_only=True), []
     for task, metric in finetune.AVERAGES["P3"].items():
-        runs.append(dict(row, task=task, ckpt=f"out/finetuned-{task}.pt ({task})", lr=1e-4,
-                         metrics={metric: .5}, constant={metric: 0.0}))
+        runs.append(
+            dict(
+                row,
+                task=task,
+                ckpt=f"out/finetuned-{task}.pt ({task})",
+                lr=1e-4,
+                metrics={metric: 0.5},
+                constant={metric: 0.0},
+            )
+        )
     finetune.report(runs, args)
     assert re.search(r"P3's average: 0.5000 +out\n", said())
 
@@ -3069,8 +3495,17 @@ def small_run(corpus_file, cache, tmp_path_factory):
     """A run with kept checkpoints, and official files of tasks that one word decides."""
     home, rng = tmp_path_factory.mktemp("finetune"), random.Random(0)
     glue = home / "glue"
-    run_train(corpus_file, cache, home / "out" / "run", "--steps", "6", "--keep_every", "2",
-              "--block_size", "32")
+    run_train(
+        corpus_file,
+        cache,
+        home / "out" / "run",
+        "--steps",
+        "6",
+        "--keep_every",
+        "2",
+        "--block_size",
+        "32",
+    )
     for name in ("cola", "mnli", "stsb"):
         task = finetune.TASKS[name]
         (glue / task.folder).mkdir(parents=True)
@@ -3140,15 +3575,29 @@ def test_finetune_learns_saves_and_repeats(at_run, tmp_path, capsys, said):
     rows = run_finetune(tmp_path, "cola", LEARN, "--lr 0.01 1e-7 --seeds 2 --predict")
     assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
     first = rows[0]
-    assert {"task", "seed", "lr", "metrics", "majority", "ckpt", "seconds", "recipe", "epochs",
-            "n_train", "batch_size", "length", "step", "probe"} <= first.keys()
+    assert {
+        "task",
+        "seed",
+        "lr",
+        "metrics",
+        "majority",
+        "ckpt",
+        "seconds",
+        "recipe",
+        "epochs",
+        "n_train",
+        "batch_size",
+        "length",
+        "step",
+        "probe",
+    } <= first.keys()
     assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2])
     assert first["constant"] == {"matthews": 0.0, "accuracy": first["majority"]}
     assert first["ckpt"] == "out/run" and rows[2]["one_class"]
     out = said()
     assert "median" in out and "collapsed: 2 of 4" in out and "the best of 2" in out
     assert "   0.01      2" in out and set(submitted(tmp_path / "CoLA.tsv")) == {"0"}, "owls: 0"
-    again, = run_finetune(tmp_path, "cola", EVAL)
+    (again,) = run_finetune(tmp_path, "cola", EVAL)
     assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"])
     assert again["eval_only"] and again["n_train"] == 320
     capsys.readouterr()
@@ -3176,8 +3625,9 @@ def test_scratch_without_a_run_is_a_start_like_any_other(corpus, tmp_path, monke
 
 def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
     """All that is there is taken, MNLI's model predicts AX, files are as GLUE wants them."""
-    rows = run_finetune(tmp_path, "all", LEARN, "--predict --recipe bert --ckpt scratch --lr 0.006 "
-                                                "--epochs 16")
+    rows = run_finetune(
+        tmp_path, "all", LEARN, "--predict --recipe bert --ckpt scratch --lr 0.006 --epochs 16"
+    )
     assert [r["task"] for r in rows] == ["cola", "stsb", "mnli", "mnli-mm"]
     assert rows[1]["metrics"]["pearson"] > 0.5 and rows[1]["majority"] == 0
     assert rows[0]["ckpt"] == f"scratch, shaped like {Path('out/run')}"
@@ -3207,14 +3657,14 @@ def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
 
 def test_finetune_squad(at_run, tmp_path, said):
     """v1.1 in rows too short for its contexts; v2.0 with a length beyond max_len."""
-    first, = run_finetune(tmp_path, "squad", LEARN, "--predict")
+    (first,) = run_finetune(tmp_path, "squad", LEARN, "--predict")
     assert first["metrics"]["f1"] >= first["metrics"]["em"] and first["metrics"]["f1"] > 0.3
     answers = read(tmp_path / "squad.json")
     assert list(answers) == [str(i) for i in range(24)] and all(answers.values())
     golds = [q.golds for q in finetune.read_squad("glue/dev-v1.1.json")[0]]
     assert finetune.TASKS["squad"].score(golds, list(answers.values())) == first["metrics"]
     v2 = "squad_v2 --null_threshold=-1e9"
-    second, = run_finetune(tmp_path, v2, LEARN, "--epochs 1 --length 60")
+    (second,) = run_finetune(tmp_path, v2, LEARN, "--epochs 1 --length 60")
     assert second["metrics"] == second["constant"] and second["one_class"]
     assert second["majority"] == pytest.approx(8 / 24) and first["majority"] == 0
     assert "length 60 (position tables extended from 32)" in said()
@@ -3223,7 +3673,7 @@ def test_finetune_squad(at_run, tmp_path, said):
     assert "owls" in said().splitlines()[1]
     run_finetune(tmp_path, "squad_v2 --predict_text 'who ||| a'")
     assert shown_shares(said()).keys() == {"(no answer)", "a"}
-    again, = run_finetune(tmp_path, v2, EVAL)
+    (again,) = run_finetune(tmp_path, v2, EVAL)
     assert again["metrics"] == second["metrics"]
 
 
@@ -3250,8 +3700,13 @@ def test_every_kept_checkpoint_is_scored_in_order(at_run, tmp_path, monkeypatch)
     assert [(r["step"], r["ckpt"]) for r in rows] == list(zip((2, 4, 6), files))
     assert {r["n_train"] for r in rows} == {20}
     assert len(finetune.find_sources("out/*/ckpt_*.pt")) == 3
-    for ckpt, home in (("out/*/ckpt_*.pt", "out"), ("out/run/ckpt_*.pt", "out/run"),
-                       ("out/run/ckpt.pt", "out/run"), ("out/run", "out/run"), ("bow", "out")):
+    for ckpt, home in (
+        ("out/*/ckpt_*.pt", "out"),
+        ("out/run/ckpt_*.pt", "out/run"),
+        ("out/run/ckpt.pt", "out/run"),
+        ("out/run", "out/run"),
+        ("bow", "out"),
+    ):
         assert finetune.home(finetune_args("--ckpt", ckpt)) == Path(home)
     # The newest run is looked up once: another one may save while this one goes through its tasks.
     monkeypatch.setattr(finetune, "run_tasks", lambda args, *_: rows.append(args))
@@ -3266,8 +3721,20 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     run_finetune(tmp_path, "cola", LEARN, "--epochs 1 --limit_train 9")
     whole, fc1 = finetune.read_checkpoint(file), "encoder.blocks.0.fc1.weight"
     finetune.load_tuned("cola", args)
-    for place in ("model", "config", "tokenizer", "task", "length", "row", "row lr", "row seed",
-                  "config d_model", "config max_len", "tokenizer pat_str", f"model {fc1}"):
+    for place in (
+        "model",
+        "config",
+        "tokenizer",
+        "task",
+        "length",
+        "row",
+        "row lr",
+        "row seed",
+        "config d_model",
+        "config max_len",
+        "tokenizer pat_str",
+        f"model {fc1}",
+    ):
         for junk in (None, 1j):
             broken, (*outer, last) = copy.deepcopy(whole), place.split()
             inner = broken[outer[0]] if outer else broken
@@ -3288,6 +3755,7 @@ def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch):
     def compile(self, **how):
         seen.append(how)
         compiled(self, backend="eager", **how)
+
     monkeypatch.setattr(finetune, "can_compile", lambda device: True)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
     flags = "cola", LEARN, "--epochs 1 --limit_train 40"
@@ -3301,6 +3769,7 @@ def test_finetuning_clips_the_gradient_of_every_step(at_run, tmp_path, monkeypat
     def clip_nothing(parameters, norm):
         norms.append((len(list(parameters)), norm))
         return clip([torch.zeros(1, requires_grad=True)], norm)
+
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_nothing)
     run_finetune(tmp_path, "cola", LEARN, "--epochs 2 --limit_train 40")
     model = finetune.make_model(finetune.read_start("out/run", ""), "cola", 32, 0)
@@ -3325,12 +3794,12 @@ def test_finetuning_stops_cleanly(at_run, tmp_path, monkeypatch, capsys):
 def test_bag_of_words(at_run, tmp_path):
     """A pair is a pair: which text has a word, and what both have, is seen."""
     pytest.importorskip("sklearn")
-    row, = run_finetune(tmp_path, "cola --data_dir glue --ckpt bow")
+    (row,) = run_finetune(tmp_path, "cola --data_dir glue --ckpt bow")
     assert row["metrics"]["accuracy"] == 1 and row["ckpt"] == "bow"
     rng, rows = random.Random(0), ([], [])
     for i in range(400):
         a, b = (" ".join(rng.choices(WORDS, k=5)) for _ in range(2))
-        rows[0].append(([f"{a} owls", f"{b} foxes"][::-1 if i % 2 else 1], i % 2))
+        rows[0].append(([f"{a} owls", f"{b} foxes"][:: -1 if i % 2 else 1], i % 2))
         new = " ".join(f"{c}{c}{rng.randrange(9)}" for c in rng.sample("abcdefghijkl", 3))
         rows[1].append(((f"{new} {a}", f"{new if i % 2 else new[::-1]} {b}"), i % 2))
     for pairs in rows:
@@ -3338,26 +3807,44 @@ def test_bag_of_words(at_run, tmp_path):
         assert finetune.accuracy([y for _, y in pairs[300:]], guesses) > 0.9
 
 
-@pytest.mark.parametrize("flags, says", [
-    ("foo", "docs"), ("cola --data_dir nowhere", "nowhere"), ("cola --length 2", "--length"),
-    ("cola --data_dir {tmp}", "has no rows"), ("cola --ckpt nowhere", "no checkpoint at nowhere"),
-    ("cola --ckpt x*.pt", "no checkpoint at x*.pt"), ("docs --predict", "no test rows"),
-    ("cola --eval_only", "finetuned-cola.pt: python finetune.py --task cola makes one"),
-    ("cola --eval_only --ckpt out/run/ckpt.pt", "no model fine-tuned on cola"),
-    ("cola --eval_only --ckpt out/run/ckpt_*.pt", "no model fine-tuned on cola"),
-    ("cola --eval_only --ckpt scratch", "no model fine-tuned on cola at scratch"),
-    ("mnli --ckpt {tmp} --predict_text a|||b", "no model fine-tuned on mnli"),
-    ("all --eval_only", "no model fine-tuned on cola"), ("ax --out_dir {tmp}", "mnli at {tmp}"),
-    ("ax --ckpt scratch", "no model fine-tuned on mnli at scratch"), ("ax --ckpt bow", "to learn"),
-    ("ax --ckpt out/run/ckpt_*.pt", "no model fine-tuned on mnli"), ("all --ckpt bow", "one task"),
-    ("cola --ckpt bow --predict_text a", "no model"), ("squad --ckpt bow", "classes"),
-    ("all --data_dir {tmp}/MNLI", "nothing of GLUE"), ("ax --predict_text a", "for ax: mnli"),
-    ("cola --predict_text a|||b", "takes 1 text(s)"), ("cola --predict_text=", "takes 1 text(s)"),
-    ("squad --predict_text who|||", "takes 2 text(s)"),
-    ("cola --epochs 10001", "[1, 10000]"), ("cola --seeds 0", "[1, 1000]"),
-    ("cola --seeds 1001", "[1, 1000]"), ("cola --lr 1 0", "1e9)"),
-    ("cola --lr 1e30", "(0, 1e9)"), ("cola --limit_train 0", "[1, 1e9]"),
-    ("cola --length 100001", "[1, 100000]"), ("cola --batch_size 9999999", "[1, 1e6]")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("foo", "docs"),
+        ("cola --data_dir nowhere", "nowhere"),
+        ("cola --length 2", "--length"),
+        ("cola --data_dir {tmp}", "has no rows"),
+        ("cola --ckpt nowhere", "no checkpoint at nowhere"),
+        ("cola --ckpt x*.pt", "no checkpoint at x*.pt"),
+        ("docs --predict", "no test rows"),
+        ("cola --eval_only", "finetuned-cola.pt: python finetune.py --task cola makes one"),
+        ("cola --eval_only --ckpt out/run/ckpt.pt", "no model fine-tuned on cola"),
+        ("cola --eval_only --ckpt out/run/ckpt_*.pt", "no model fine-tuned on cola"),
+        ("cola --eval_only --ckpt scratch", "no model fine-tuned on cola at scratch"),
+        ("mnli --ckpt {tmp} --predict_text a|||b", "no model fine-tuned on mnli"),
+        ("all --eval_only", "no model fine-tuned on cola"),
+        ("ax --out_dir {tmp}", "mnli at {tmp}"),
+        ("ax --ckpt scratch", "no model fine-tuned on mnli at scratch"),
+        ("ax --ckpt bow", "to learn"),
+        ("ax --ckpt out/run/ckpt_*.pt", "no model fine-tuned on mnli"),
+        ("all --ckpt bow", "one task"),
+        ("cola --ckpt bow --predict_text a", "no model"),
+        ("squad --ckpt bow", "classes"),
+        ("all --data_dir {tmp}/MNLI", "nothing of GLUE"),
+        ("ax --predict_text a", "for ax: mnli"),
+        ("cola --predict_text a|||b", "takes 1 text(s)"),
+        ("cola --predict_text=", "takes 1 text(s)"),
+        ("squad --predict_text who|||", "takes 2 text(s)"),
+        ("cola --epochs 10001", "[1, 10000]"),
+        ("cola --seeds 0", "[1, 1000]"),
+        ("cola --seeds 1001", "[1, 1000]"),
+        ("cola --lr 1 0", "1e9)"),
+        ("cola --lr 1e30", "(0, 1e9)"),
+        ("cola --limit_train 0", "[1, 1e9]"),
+        ("cola --length 100001", "[1, 100000]"),
+        ("cola --batch_size 9999999", "[1, 1e6]"),
+    ],
+)
 def test_finetune_mistakes(at_run, tmp_path, capsys, flags, says):
     for folder in ("CoLA", "MNLI"):
         (tmp_path / folder).mkdir()
@@ -3370,15 +3857,16 @@ def test_finetune_mistakes(at_run, tmp_path, capsys, flags, says):
 # --------------------------------------------------------------------------------------------------
 # probe.py
 
+
 def appendix_b(A, first=None):
     """P3's indicators from the text of its appendix B, element by element -> AIV, OPR, ties, SD."""
     L, groups = len(A), defaultdict(list)
     for i, j in np.ndindex(L, L):
         groups[j - i].append(A[i, j])
-    within = sum(np.var(g) * len(g) for g in groups.values()) / L ** 2
+    within = sum(np.var(g) * len(g) for g in groups.values()) / L**2
     wrong, tied, weight = 0, 0, 0
     for i in range(L):
-        for s in (A[i, i:][:first], A[i, i::-1][:first]):       # to the right, and to the left
+        for s in (A[i, i:][:first], A[i, i::-1][:first]):  # to the right, and to the left
             if pairs := list(combinations(s, 2)):
                 wrong += len(s) * np.mean([far > near for near, far in pairs])
                 tied += len(s) * np.mean([far == near for near, far in pairs])
@@ -3395,9 +3883,15 @@ def balance(A, reach):
 @pytest.mark.parametrize("L, first", [(2, None), (5, None), (9, 4), (13, None), (26, 20)])
 def test_indicators_equal_loops(L, first):
     rng = np.random.default_rng(L)
-    for A in (rng.random((L, L)), rng.integers(1, 4, (L, L)).astype(float)):    # many ties
-        found = [probe.aiv(A), probe.opr(A, first), probe.order(A, first)[1], probe.sd(A),
-                 probe.db(A), probe.db(A, l=3)]
+    for A in (rng.random((L, L)), rng.integers(1, 4, (L, L)).astype(float)):  # many ties
+        found = [
+            probe.aiv(A),
+            probe.opr(A, first),
+            probe.order(A, first)[1],
+            probe.sd(A),
+            probe.db(A),
+            probe.db(A, l=3),
+        ]
         assert all(type(x) is float for x in found)
         expected = [*appendix_b(A, first), balance(A, 20), balance(A, 3)]
         assert found == pytest.approx(expected, abs=1e-12)
@@ -3413,7 +3907,7 @@ def test_indicators_of_known_maps():
     assert probe.sd(near) == 0 and probe.db(near) == pytest.approx(1)
     assert probe.db(np.tril(near)) == math.inf and probe.db(np.triu(near)) == 0
     assert math.isnan(probe.db(np.eye(L)))
-    for value in (1 / 7, 0.3):                      # their variance is rounding, not 0
+    for value in (1 / 7, 0.3):  # their variance is rounding, not 0
         flat = np.full((7, 7), value)
         assert math.isnan(probe.aiv(flat)) and probe.order(flat) == [0, 1]
 
@@ -3435,7 +3929,7 @@ def test_untrained_schemes_have_the_properties_they_are_built_with():
     for pe in ("none", "rel", "t5", "alibi", "abs"):
         found = probe.identical_word_maps(untrained(pe), torch.arange(20))
         logits, A = (m.mean(0)[1:-1, 1:-1] for m in found)
-        if pe == "none":        # a bag of words: uniform among the words
+        if pe == "none":  # a bag of words: uniform among the words
             assert np.ptp(A) < 1e-15 and math.isnan(probe.aiv(A))
             assert probe.order(A)[1] == probe.order(A, 20)[1] == 1
         elif pe == "abs":
@@ -3448,7 +3942,7 @@ def test_untrained_schemes_have_the_properties_they_are_built_with():
 
 @pytest.mark.parametrize("pe", ["tupe_r", "abs+rlsin"])
 def test_the_map_equals_a_loop_over_words(pe):
-    encoder, words = tiny(pe), torch.tensor([3, 60, 7, 11] * 5)         # more than one chunk
+    encoder, words = tiny(pe), torch.tensor([3, 60, 7, 11] * 5)  # more than one chunk
     rows = [torch.tensor([[CLS] + [w] * 10 + [SEP]]) for w in words.tolist()]
     logits, A = probe.identical_word_maps(encoder, words)
     alike(A, np.mean([encoder.attention(x)[0] for x in rows], 0))
@@ -3487,9 +3981,9 @@ def test_every_scheme_has_its_pictures(pe):
     assert ("absolute" in vectors, "relative" in vectors) == (absolute, relative)
     if pe in ("rsin", "rel"):
         table = encoder.pe.parts[pe].offset_tables(0)[0]
-        assert torch.equal(vectors["relative"], table[64 - 11:64 + 12])
+        assert torch.equal(vectors["relative"], table[64 - 11 : 64 + 12])
         assert found["vectors.png"][0]["first"] == -11
-    if pe.startswith("tupe") and absolute:      # after its LayerNorm
+    if pe.startswith("tupe") and absolute:  # after its LayerNorm
         assert vectors["absolute"].mean(1).abs().max() < 1e-9
     assert ("vectors.png" in there) == ("proximity.png" in there) == bool(vectors)
     assert ("frequencies.png" in there) == bool(parts & {"lsin", "rlsin"})
@@ -3501,9 +3995,9 @@ def test_every_scheme_has_its_pictures(pe):
     if wordless and pe != "bert_ad":
         bias = encoder.pe.at["bias"].bias(torch.arange(12)[None])[0]
         alike(matrices(found["positional.png"]), bias)
-    if added:                                   # P W_Q W_K^T P^T, a head's slice of each at a time
+    if added:  # P W_Q W_K^T P^T, a head's slice of each at a time
         W, p = encoder.blocks[0].qkv.weight.numpy(), vectors["absolute"].numpy()
-        expected = [p @ W[h:h + 8].T @ W[16 + h:24 + h] @ p.T / math.sqrt(8) for h in (0, 8)]
+        expected = [p @ W[h : h + 8].T @ W[16 + h : 24 + h] @ p.T / math.sqrt(8) for h in (0, 8)]
         alike(matrices(found["position_logits.png"]), expected)
 
 
@@ -3528,10 +4022,10 @@ def test_positional_logits_of_bert_ad_and_proximity_of_sinusoids():
     positions = encoder.pe.parts["bert_ad"].positions
     p = positions.norm(positions.table.weight)[:12]
     q, k = positions.u_q(p), positions.u_k(p)
-    expected = [q[:, h:h + 8] @ k[:, h:h + 8].T / math.sqrt(4 * 8) for h in (0, 8)]
+    expected = [q[:, h : h + 8] @ k[:, h : h + 8].T / math.sqrt(4 * 8) for h in (0, 8)]
     found = probe.pictures_of(encoder, np.zeros((2, 12, 12)))["positional.png"]
     alike(matrices(found), torch.stack(expected))
-    for pe in ("sin", "lsin", "rsin"):      # untrained: Vaswani's frequencies
+    for pe in ("sin", "lsin", "rsin"):  # untrained: Vaswani's frequencies
         pictures = probe.pictures_of(untrained(pe), np.zeros((4, 64, 64)))
         (_, ours), (_, default) = pictures["proximity.png"][0]["curves"].values()
         alike(ours, default, 1e-5)
@@ -3562,26 +4056,30 @@ def test_context_cosines_equal_a_loop():
     over all of them."""
     torch.manual_seed(0)
     h, eligible = torch.randn(4, 6, 5), torch.rand(4, 6) < 0.6
-    eligible[0], eligible[1] = True, torch.arange(6) == 2       # row 1 has no other token
+    eligible[0], eligible[1] = True, torch.arange(6) == 2  # row 1 has no other token
     tokens = [tuple(place) for place in eligible.nonzero().tolist()]
     intra, inter = [], []
     for a in tokens:
         if same := [cosine(h[a], h[b]) for b in tokens if b[0] == a[0] and b != a]:
             intra.append(np.mean(same))
             inter.append(np.mean([cosine(h[a], h[b]) for b in tokens if b[0] != a[0]]))
-    expected = {"intra-context": np.mean(intra), "inter-context": np.mean(inter),
-                "contextual score": np.mean(intra) - np.mean(inter)}
+    expected = {
+        "intra-context": np.mean(intra),
+        "inter-context": np.mean(inter),
+        "contextual score": np.mean(intra) - np.mean(inter),
+    }
     assert probe.context_cosines(h, eligible) == pytest.approx(expected, abs=1e-12)
 
 
 # What words are worth.
+
 
 def test_other_words():
     """Specials and [MASK] stay; a row keeps its words, in another order; random ones are as
     frequent as in the text."""
     torch.manual_seed(0)
     tokens, text = packed_rows(400), torch.tensor([1, 1, 1, 2])
-    tokens[:, 4] = MASK                                    # [MASK]
+    tokens[:, 4] = MASK  # [MASK]
     special = tokens >= CLS
     found = probe.other_words(tokens, CLS, text)
     assert list(found) == ["true", "random", "shuffled"] and found["true"] is tokens
@@ -3591,11 +4089,12 @@ def test_other_words():
     for row, other in zip(tokens, found["shuffled"]):
         assert sorted(row.tolist()) == sorted(other.tolist())
     moved = (found["shuffled"] != tokens)[~special].float().mean()
-    assert 0.8 < moved < 0.95                       # 1 in 8 or 9 finds its own place again
+    assert 0.8 < moved < 0.95  # 1 in 8 or 9 finds its own place again
 
 
 class Rows:
     """Stands for a data.Corpus."""
+
     vocab_size = VOCAB
     train = np.array([5, 6, 7, SEP] * 9, np.uint16)
 
@@ -3660,6 +4159,7 @@ def test_words_that_cannot_matter_are_worth_nothing():
 def knows_offsets(objective, true=True):
     """Make the head answer with the true offset of each pair, or copy the given one; of
     pplm_binary, with which ends have moved."""
+
     def scores(encoder, hidden, batch):
         pos = batch["pos"][:, 1:-1]
         place = torch.arange(1, pos.size(1) + 1).expand_as(pos)
@@ -3668,6 +4168,7 @@ def knows_offsets(objective, true=True):
         if objective.name == "pplm_binary":
             label = ((pos == place)[:, None] & (pos == place)[:, :, None]).long()
         return 50.0 * F.one_hot(label, objective.head.n_class)
+
     objective.head.scores, objective.head.psi = scores, torch.nn.Identity()
 
 
@@ -3677,7 +4178,7 @@ def test_who_knows_all_offsets_tells_which_tokens_moved(name):
     knows_offsets(model.objectives[name])
     found = probe.worth_of_words(model, corpus)
     assert found["auc"] == 1
-    if name != "pplm_binary":       # who believes all that is given knows of none that it moved
+    if name != "pplm_binary":  # who believes all that is given knows of none that it moved
         assert found["true"] < 1e-6
         knows_offsets(model.objectives[name], true=False)
         assert probe.worth_of_words(model, corpus)["auc"] == pytest.approx(0.5)
@@ -3732,6 +4233,7 @@ def test_best_order_tries_every_exchange():
 
 # Runs.
 
+
 def probe_json(folder, *flags):
     probe.main([*map(str, flags), "--out_dir", str(folder)])
     return read(folder / "probe.json")
@@ -3746,11 +4248,16 @@ def probed(corpus_file, cache, tmp_path_factory):
     """Tiny runs: what --ckpt, --runs, --dynamics and --text work on."""
     out = tmp_path_factory.mktemp("probed")
     for name, flags in (
-        ("abs", "--steps 12 --keep_every 4 --eval_every 6"), ("none", "--pe none --lr .01"),
-        ("lsin", "--pe lsin+rlsin --eval_every 2"), ("tupe", "--pe tupe_r"),
-        ("clm", "--pe t5 --objective clm --n_layer 2"), ("nsp", "--objective mlm+nsp"),
-        ("binary", "--objective mlm+pplm_binary --dtype float32"), ("tc", "--objective mlm+tc"),
-        ("smooth", "--objective pplm --pair_loss smooth_l1"), ("pmlm", "--objective pmlm"),
+        ("abs", "--steps 12 --keep_every 4 --eval_every 6"),
+        ("none", "--pe none --lr .01"),
+        ("lsin", "--pe lsin+rlsin --eval_every 2"),
+        ("tupe", "--pe tupe_r"),
+        ("clm", "--pe t5 --objective clm --n_layer 2"),
+        ("nsp", "--objective mlm+nsp"),
+        ("binary", "--objective mlm+pplm_binary --dtype float32"),
+        ("tc", "--objective mlm+tc"),
+        ("smooth", "--objective pplm --pair_loss smooth_l1"),
+        ("pmlm", "--objective pmlm"),
     ):
         run_train(corpus_file, cache, out / name, "--steps", "4", *flags.split())
     return out
@@ -3767,9 +4274,15 @@ def test_probe_of_a_run(probed, said, monkeypatch):
     assert found["indicators"]["with_specials"]["opr_20"] == probe.opr(A, 20)
     assert found["indicators"]["without_specials"]["aiv"] == probe.aiv(A[1:-1, 1:-1])
     assert np.shape(found["map"]) == (16, 16) and len(found["pictures"]["map_per_head.png"]) == 2
-    assert pictures_in(folder) == {"map", "map_per_head", "vectors", "proximity", "frequencies",
-                                   "position_logits"}
-    monkeypatch.setitem(sys.modules, "matplotlib", None)        # as if it were not installed
+    assert pictures_in(folder) == {
+        "map",
+        "map_per_head",
+        "vectors",
+        "proximity",
+        "frequencies",
+        "position_logits",
+    }
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder = probed / "numbers"
     found = probe_json(folder, "--ckpt", probed / "none" / "ckpt.pt")
@@ -3798,8 +4311,16 @@ def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
     saved, file = weights(probed / "lsin"), tmp_path / "finetuned-cola.pt"
     model = {key: value for key, value in saved["model"].items() if key.startswith("encoder.")}
     model["head.1.weight"] = torch.zeros(2, 16)
-    torch.save({"config": saved["config"], "tokenizer": saved["tokenizer"], "model": model,
-                "task": "cola", "step": 4}, file)
+    torch.save(
+        {
+            "config": saved["config"],
+            "tokenizer": saved["tokenizer"],
+            "model": model,
+            "task": "cola",
+            "step": 4,
+        },
+        file,
+    )
     probe.main(["--ckpt", str(file)])
     found = read(tmp_path / "probe_finetuned-cola" / "probe.json")
     expected = probe_json(tmp_path / "run", "--ckpt", probed / "lsin")
@@ -3813,8 +4334,15 @@ def test_probe_of_runs(probed, said):
     for i, name in enumerate(("abs", "none", "lsin", "tupe")):
         rows = []
         for lr, seed in ((0.1, 0), (0.2, 0), (0.2, 1), (0.2, 7)):
-            rows.append({"task": "docs", "ckpt": "out/run", "seed": seed, "lr": lr,
-                         "metrics": {"accuracy": i / 10 + lr + seed}})
+            rows.append(
+                {
+                    "task": "docs",
+                    "ckpt": "out/run",
+                    "seed": seed,
+                    "lr": lr,
+                    "metrics": {"accuracy": i / 10 + lr + seed},
+                }
+            )
         (probed / name / "results.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = probe_json(probed / "compared", "--runs", probed / "*")
     out = said()
@@ -3823,9 +4351,9 @@ def test_probe_of_runs(probed, said):
     assert by_name["abs"]["steps"] == 12
     assert by_name["abs"]["val_loss"] == log_of(probed / "abs")[-1]["val_loss"]
     assert "--lr differs: " in out and "'none': 0.01" in out and "--pe differs" not in out
-    assert by_name["lsin"]["scores"] == {"docs accuracy": pytest.approx(1.4)}   # best lr, median
+    assert by_name["lsin"]["scores"] == {"docs accuracy": pytest.approx(1.4)}  # best lr, median
     (table5,) = found["correlations"]
-    assert table5["runs"] == 3 and table5["objective"] == "mlm"                 # none left out
+    assert table5["runs"] == 3 and table5["objective"] == "mlm"  # none left out
     names = ("abs", "lsin", "tupe")
     expected = np.corrcoef([by_name[n]["opr"] for n in names], [0, 2, 3])[0, 1]
     assert table5["opr"] == pytest.approx(expected)
@@ -3844,7 +4372,7 @@ def test_probe_of_runs(probed, said):
 
 def test_damaged_files_are_left_out(probed, said, tmp_path):
     """A crash, a full disk, another program: what can be read still counts."""
-    good = {"task": "docs", "ckpt": "out/run", "lr": .1, "metrics": {"accuracy": .5}}
+    good = {"task": "docs", "ckpt": "out/run", "lr": 0.1, "metrics": {"accuracy": 0.5}}
     for name in ("lines", "config", "rows", "checkpoint"):
         shutil.copytree(probed / "none", tmp_path / name)
     with open(tmp_path / "lines" / "log.jsonl", "ab") as handle:
@@ -3858,7 +4386,7 @@ def test_damaged_files_are_left_out(probed, said, tmp_path):
     found = probe_json(tmp_path / "probe", "--runs", tmp_path / "*")["runs"]
     out = said()
     assert [row["run"] for row in found] == ["config", "lines"]
-    assert found[1]["scores"] == {"docs accuracy": .5}
+    assert found[1]["scores"] == {"docs accuracy": 0.5}
     assert found[1]["val_loss"] == log_of(probed / "none")[-1]["val_loss"]
     assert "log.jsonl: 3 damaged lines left out" in out
     assert "results.jsonl: 4 damaged lines left out" in out
@@ -3880,9 +4408,9 @@ def test_driver_of_the_tables():
                 args = vars(program.parse_args(flags))
                 if program is train:
                     assert recipes.setdefault(name, args) == args
-                    if args["init_from"]:                       # it has been trained before
+                    if args["init_from"]:  # it has been trained before
                         assert Path(args["init_from"]).name in recipes
-    for row in driver["read"](driver["ROWS"]):                  # what has been run can be shown
+    for row in driver["read"](driver["ROWS"]):  # what has been run can be shown
         assert row["run"] in driver["TABLES"][row["table"]]
     for table in driver["TABLES"]:
         driver["show"](table)
@@ -3922,6 +4450,7 @@ def test_driver_runs_what_is_missing(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["run.py", *asked])
         main()
         return [(row["table"], row["run"]) for row in names["read"](names["ROWS"])]
+
     assert rows("read-32") == [("reading", "read-32")] and set(shown) == names["TABLES"].keys()
     docs = [("docs", name) for name in names["TABLES"]["docs"]]
     assert rows("docs", "read-abs", "read-32")[1:] == [*docs, ("reading", "read-abs")]
@@ -3942,6 +4471,7 @@ def test_dynamics_of_a_run(probed, corpus, said, tmp_path):
 
     def vector(word):
         return encoder.tok.weight[encoder.tokenizer.encode_ordinary(" " + word)].mean(0)
+
     cosines = [cosine(vector(a), vector(b)) for a, b in (("quick", "fox"), ("lazy", "zebra"))]
     assert last["word pairs"] == pytest.approx(sum(cosines) / 2, abs=1e-5)
     n = corpus.n_rows("val", 16)
@@ -3961,14 +4491,14 @@ def test_text_that_clm_goes_on_with(probed):
     model = probe.load_pretraining(probed / "clm")
     encoder, clm = model.encoder, model.objectives["clm"]
     for p in encoder.blocks.parameters():
-        p.mul_(20)              # hardly trained: so that what a token sees alters the next one
+        p.mul_(20)  # hardly trained: so that what a token sees alters the next one
     ids = encoder.tokenizer.encode_ordinary("the quick brown fox")
     tokens = [encoder.config.cls_id, *ids]
     while len(tokens) < 16:
         hidden = encoder(torch.tensor([tokens]), causal=True)[0, -1]
-        tokens.append(int(clm.word_logits(encoder, hidden)[:encoder.config.cls_id].argmax()))
+        tokens.append(int(clm.word_logits(encoder, hidden)[: encoder.config.cls_id].argmax()))
     found = probe.go_on(encoder, clm, "the quick brown fox")
-    assert found == encoder.tokenizer.decode(tokens[1 + len(ids):])
+    assert found == encoder.tokenizer.decode(tokens[1 + len(ids) :])
 
 
 def test_two_texts(probed, said):
@@ -3999,7 +4529,7 @@ def test_hidden_spread_equals_a_loop():
     for pe, causal in (("abs", False), ("abs", True), ("none", False)):
         encoder, words = tiny(pe, max_len=9).requires_grad_(False), torch.tensor([3, 5, 8, 13])
         rows = torch.tensor([[CLS, *[w] * 7, SEP] for w in words])
-        hidden = encoder(rows, causal=causal).numpy()                           # (4, 9, C)
+        hidden = encoder(rows, causal=causal).numpy()  # (4, 9, C)
         over_words = np.mean([hidden[:, i].std(0) for i in range(1, 8)])
         over_places = np.mean([hidden[w, 1:8].std(0) for w in range(4)])
         found = probe.hidden_spread(encoder, words, causal)
@@ -4040,18 +4570,20 @@ def test_put_in_order_with_a_perfect_model(probed):
         assert "".join(words) == text and probe.pairs_right(given) < 1
         assert sorted(given.tolist()) == sorted(found.tolist()) == list(range(len(words)))
         assert probe.pairs_right(found) == 1 if true else (found != given).sum() == 2
-        if name == "pmlm":      # what was hidden stands anywhere, not in front
+        if name == "pmlm":  # what was hidden stands anywhere, not in front
             _, batch, _ = probe.shuffled(model.encoder, objective, text, 0)
             hidden = (batch["pos"][0, 1:-1] == UNKNOWN_POS).nonzero()[:, 0]
-            assert set(given[:len(hidden)].tolist()) != set(hidden.tolist())
+            assert set(given[: len(hidden)].tolist()) != set(hidden.tolist())
 
 
 def test_probe_text(probed, said):
     for ckpt, text, says in (
-        ("abs", "the [MASK] fox [MASK]", "[MASK]: "), ("nsp", "the [MASK] fox", "[MASK]: "),
+        ("abs", "the [MASK] fox [MASK]", "[MASK]: "),
+        ("nsp", "the [MASK] fox", "[MASK]: "),
         ("smooth", "the quick brown fox", "pairs in the right order"),
-        ("smooth", "[SEP][CLS]", "|]|"),    # typed, these are letters like others
-        ("pmlm", "the quick brown fox", "given:"), ("binary", "the quick brown fox jumps", "AUC"),
+        ("smooth", "[SEP][CLS]", "|]|"),  # typed, these are letters like others
+        ("pmlm", "the quick brown fox", "given:"),
+        ("binary", "the quick brown fox jumps", "AUC"),
         ("clm", "the quick", "the quick -> "),
         ("nsp", "the quick ||| brown fox", "probability 0."),
         ("tc", "the quick ||| brown fox", "across"),
@@ -4060,28 +4592,37 @@ def test_probe_text(probed, said):
         assert says in said()
 
 
-@pytest.mark.parametrize("flags, says", [
-    ("--ckpt abs --text 'no mask here'", "write [MASK] for mlm"),
-    ("--ckpt pmlm --text 'a [MASK] b'", "objective pmlm: write [MASK] for mlm"),
-    ("--ckpt tc --text 'no bars here'", "'one ||| another' for nsp and tc"),
-    ("--ckpt abs --text 'one ||| another'", "for nsp and tc"),
-    (f"--ckpt pmlm --text '{'fox ' * 40}'", "tokens"),
-    ("--ckpt tc --text 'the quick |||'", "0 tokens"),
-    ("--ckpt nowhere --text 'x y'", "no checkpoint"), ("--ckpt nowhere", "no checkpoint"),
-    ("--runs nowhere*", "no folder with a readable ckpt.pt"), ("--dynamics lsin", "--keep_every"),
-    ("--dynamics abs --cache nowhere", "--cache names another place"),
-    ("--dynamics abs --pairs nowhere", "No such file"),
-    ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
-    ("--runs abs --text x", "is for --ckpt"), ("--runs abs --ckpt abs", "take one of"),
-    ("--pairs abs", "is for --dynamics"), ("--text 'x y' --out_dir abs", "--text writes nothing"),
-    ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
-    ("--dynamics abs --blimp nowhere", "--blimp is for")])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--ckpt abs --text 'no mask here'", "write [MASK] for mlm"),
+        ("--ckpt pmlm --text 'a [MASK] b'", "objective pmlm: write [MASK] for mlm"),
+        ("--ckpt tc --text 'no bars here'", "'one ||| another' for nsp and tc"),
+        ("--ckpt abs --text 'one ||| another'", "for nsp and tc"),
+        (f"--ckpt pmlm --text '{'fox ' * 40}'", "tokens"),
+        ("--ckpt tc --text 'the quick |||'", "0 tokens"),
+        ("--ckpt nowhere --text 'x y'", "no checkpoint"),
+        ("--ckpt nowhere", "no checkpoint"),
+        ("--runs nowhere*", "no folder with a readable ckpt.pt"),
+        ("--dynamics lsin", "--keep_every"),
+        ("--dynamics abs --cache nowhere", "--cache names another place"),
+        ("--dynamics abs --pairs nowhere", "No such file"),
+        ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
+        ("--runs abs --text x", "is for --ckpt"),
+        ("--runs abs --ckpt abs", "take one of"),
+        ("--pairs abs", "is for --dynamics"),
+        ("--text 'x y' --out_dir abs", "--text writes nothing"),
+        ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
+        ("--dynamics abs --blimp nowhere", "--blimp is for"),
+    ],
+)
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
     monkeypatch.chdir(probed)
     assert says in one_line(capsys, probe.main, shlex.split(flags))
 
 
 # Minimal pairs.
+
 
 def masked_log_p(model, row, place, hidden):
     """log p(the token at `place` | the row with the `hidden` places masked), one row at a time."""
@@ -4123,10 +4664,10 @@ def naive_offsets(model, row):
         label = 1 if objective.name == "pplm_binary" else j - i + 11
         if objective.cfg.pair_loss == "smooth_l1":
             away = abs(float(answer) - (j - i) / 12)
-            total.append(-6 * away ** 2 if away < 1 / 12 else 1 / 24 - away)
+            total.append(-6 * away**2 if away < 1 / 12 else 1 / 24 - away)
         else:
             total.append(float(answer.log_softmax(-1)[label]))
-    return [np.mean(total) if total else 0]             # one token: no pair
+    return [np.mean(total) if total else 0]  # one token: no pair
 
 
 def random_sentences(n=24, seed=0):
@@ -4134,11 +4675,18 @@ def random_sentences(n=24, seed=0):
     return [rng.choices(range(VOCAB - 8), k=1 + i % 10) for i in range(n)]
 
 
-@pytest.mark.parametrize("objective, pe, naive", [
-    ("mlm", "tupe_r", naive_pll), ("mlm+pplm", "rel", naive_pll), ("clm", "t5", naive_clm),
-    ("pplm", "abs", naive_offsets), ("pplm_binary", "rope", naive_offsets),
-    ("pmlm", "sin", naive_offsets), ("smooth_l1", "abs", naive_offsets),
-])
+@pytest.mark.parametrize(
+    "objective, pe, naive",
+    [
+        ("mlm", "tupe_r", naive_pll),
+        ("mlm+pplm", "rel", naive_pll),
+        ("clm", "t5", naive_clm),
+        ("pplm", "abs", naive_offsets),
+        ("pplm_binary", "rope", naive_offsets),
+        ("pmlm", "sin", naive_offsets),
+        ("smooth_l1", "abs", naive_offsets),
+    ],
+)
 @torch.no_grad()
 def test_sentence_scores_equal_loops(objective, pe, naive, monkeypatch):
     """In float32, in batches of several lengths, against one row at a time in float64."""
@@ -4164,8 +4712,14 @@ def test_pll_equals_transformers():
     for p in model.parameters():
         p.copy_(torch.randn_like(p) / (4 if p.dim() > 1 else 1))
     config = transformers.RobertaConfig(
-        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=14, layer_norm_eps=1e-5)
+        vocab_size=VOCAB,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=14,
+        layer_norm_eps=1e-5,
+    )
     theirs, ours = transformers.RobertaForMaskedLM(config).eval(), model.objectives["mlm"]
     copy_bert_layers(model.encoder, theirs.roberta, ROBERTA_NAMES)
     embeddings, head = theirs.roberta.embeddings, theirs.lm_head
@@ -4210,12 +4764,16 @@ def write_pairs(file, rows, opener=open):
 
 
 def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
-    write_pairs(tmp_path / "one.jsonl.xz", [
-        (" quick brown fox", " fox brown quick", "a", "s-selection"),
-        (" the lazy dog", " dog the lazy", "b", "argument_structure"),
-        ("a" * 999, "b", "c", "long"),
-        ("owls", "owls", "b", "argument_structure"),
-    ], lzma.open)
+    write_pairs(
+        tmp_path / "one.jsonl.xz",
+        [
+            (" quick brown fox", " fox brown quick", "a", "s-selection"),
+            (" the lazy dog", " dog the lazy", "b", "argument_structure"),
+            ("a" * 999, "b", "c", "long"),
+            ("owls", "owls", "b", "argument_structure"),
+        ],
+        lzma.open,
+    )
     own = [(" seven wise owls", " seven wise xyzzy"), (" tree", " q")]
     write_pairs(tmp_path / "own.jsonl", own)
     found = probe_json(tmp_path / "out", "--runs", probed / "[anp]*", "--blimp", tmp_path)
@@ -4233,13 +4791,19 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     assert none["blimp"]["paradigms"] == none["paradigms"]["pll"]
     assert list(none["blimp"]["phenomena"]) == ["argument_structure", "long", "own"]
     assert none["scores"]["pll"]["order-only"] == none["scores"]["unigram"]["order-only"] == 0.5
-    assert list(none["scores"]["pll"]) == ["argument_structure", "long", "own", "mean",
-                                           "order-only"]
+    assert list(none["scores"]["pll"]) == [
+        "argument_structure",
+        "long",
+        "own",
+        "mean",
+        "order-only",
+    ]
     for run in runs.values():
         for score, row in run["scores"].items():
             by_name = run["paradigms"][score]
             assert row["own"] == by_name["own"] and row["mean"] == pytest.approx(
-                np.mean([by_name["a"], by_name["b"], by_name["own"]]))
+                np.mean([by_name["a"], by_name["b"], by_name["own"]])
+            )
             assert row["argument_structure"] == pytest.approx((by_name["a"] + 2 * by_name["b"]) / 3)
     model = probe.load_pretraining(probed / "abs")
     assert none["scores"]["unigram"]["own"] == none["scores"]["bigram"]["own"] == 1
@@ -4263,12 +4827,17 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     assert "what frequency says left out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("lines, says", [
-    ("", "no pairs in"), ('{"sentence_good": "a"}', "row 1: sentence_good and sentence_bad must"),
-    ('{"sentence_good": "a", "sentence_bad": "b"}\n["a", "b"]', "row 2: sentence_good"),
-    ('{"sentence_good": "a", "sentence_bad": ""}', "row 1"), ('{"sentence', "cannot be read"),
-    (json.dumps({"sentence_good": "a" * 999, "sentence_bad": "b"}), "no pair fits"),
-])
+@pytest.mark.parametrize(
+    "lines, says",
+    [
+        ("", "no pairs in"),
+        ('{"sentence_good": "a"}', "row 1: sentence_good and sentence_bad must"),
+        ('{"sentence_good": "a", "sentence_bad": "b"}\n["a", "b"]', "row 2: sentence_good"),
+        ('{"sentence_good": "a", "sentence_bad": ""}', "row 1"),
+        ('{"sentence', "cannot be read"),
+        (json.dumps({"sentence_good": "a" * 999, "sentence_bad": "b"}), "no pair fits"),
+    ],
+)
 def test_pairs_that_cannot_be_read_are_one_line(lines, says, probed, tmp_path, capsys):
     (tmp_path / "own.jsonl").write_text(lines)
     assert exit_code(probe.main, ["--ckpt", str(probed / "abs"), "--blimp", str(tmp_path)]) == 2
@@ -4288,8 +4857,13 @@ def test_fill_masks_gives_words_of_the_text(run, tmp_path):
 
 def test_only_comparable_scores_count():
     row = dict(task="rte", step=9, ckpt="out/run", recipe="electra", epochs=3, n_train=9, length=64)
-    others = [dict(row, step=5), dict(row, eval_only=True), dict(row, probe=True),
-              dict(row, ckpt="finetuned-mnli.pt (mnli)"), dict(task="rte", ckpt="bow", n_train=9)]
+    others = [
+        dict(row, step=5),
+        dict(row, eval_only=True),
+        dict(row, probe=True),
+        dict(row, ckpt="finetuned-mnli.pt (mnli)"),
+        dict(task="rte", ckpt="bow", n_train=9),
+    ]
     assert probe.comparable([row, row, *others], 9) == [row, row]
     last = dict(row, epochs=1)
     assert probe.comparable([row, last], 9) == [last], "the last settings"
@@ -4300,10 +4874,12 @@ def test_only_comparable_scores_count():
 # ==================================================================================================
 # bench.py
 
-TINY_BENCH = shlex.split("--batch_size 2 --block_size 16 --pairs 2 --warmup 1 --device cpu "
-                         "--dtype float32")
-variant = functools.partial(bench.BenchConfig, batch_size=2, block_size=16, device="cpu",
-                            dtype="float32")
+TINY_BENCH = shlex.split(
+    "--batch_size 2 --block_size 16 --pairs 2 --warmup 1 --device cpu --dtype float32"
+)
+variant = functools.partial(
+    bench.BenchConfig, batch_size=2, block_size=16, device="cpu", dtype="float32"
+)
 
 
 @pytest.fixture
@@ -4345,7 +4921,7 @@ def test_bench_sweeps_lengths_at_constant_tokens(tmp_path, no_memory, monkeypatc
 
 def test_bench_beside_the_peer(tmp_path, no_memory, monkeypatch):
     pytest.importorskip("transformers")
-    monkeypatch.setattr(bench, "pretraining", lambda v: lambda: .002 if v.peer else .001)
+    monkeypatch.setattr(bench, "pretraining", lambda v: lambda: 0.002 if v.peer else 0.001)
     ours, theirs = bench_rows(tmp_path, "--peer", "hf", "--no-compile", "--pe", "rel")
     assert (ours["name"], theirs["name"]) == ("ours eager", "hf eager")
     assert ours["speed_to_hf_eager"] == 2 and (ours["pe"], theirs["pe"]) == ("rel", "abs")
@@ -4370,7 +4946,7 @@ def test_all_is_every_model_once(monkeypatch):
 
 
 def test_bench_measures_memory_in_a_fresh_process(tmp_path):
-    row, = bench_rows(tmp_path, "--pe", "abs")
+    (row,) = bench_rows(tmp_path, "--pe", "abs")
     assert 50 < row["peak_mem_mb"] < 5000
 
 
@@ -4401,32 +4977,44 @@ def test_peers_masking_is_the_collators():
     cfg = variant().shape
     tokens = torch.randint(4, cfg.cls_id, (500, 200))
     tokens[:, 0] = cfg.cls_id
-    ids, labels = bench.collate(tokens, cfg, .15).values()
+    ids, labels = bench.collate(tokens, cfg, 0.15).values()
     scored = labels != -100
     assert not scored[:, 0].any() and torch.equal(labels[scored], tokens[scored])
     assert torch.equal(ids[~scored], tokens[~scored]) and ids.max() <= cfg.mask_id
-    assert abs(scored[:, 1:].float().mean() - .15) < .01
-    assert abs((ids[scored] == cfg.mask_id).float().mean() - .8) < .02
-    assert abs((ids[scored] == tokens[scored]).float().mean() - .1) < .02
+    assert abs(scored[:, 1:].float().mean() - 0.15) < 0.01
+    assert abs((ids[scored] == cfg.mask_id).float().mean() - 0.8) < 0.02
+    assert abs((ids[scored] == tokens[scored]).float().mean() - 0.1) < 0.02
 
 
-@pytest.mark.parametrize("preset, objective", [
-    ("demo", "mlm"), ("demo", "mlm_full"), ("demo", "clm"), ("demo", "pplm"),
-    ("demo", "mlm+pplm_binary"), ("paper", "mlm")])
+@pytest.mark.parametrize(
+    "preset, objective",
+    [
+        ("demo", "mlm"),
+        ("demo", "mlm_full"),
+        ("demo", "clm"),
+        ("demo", "pplm"),
+        ("demo", "mlm+pplm_binary"),
+        ("paper", "mlm"),
+    ],
+)
 def test_floor_is_what_pytorch_counts(preset, objective):
     from torch.utils.flop_counter import FlopCounterMode
+
     v = variant(preset=preset, objective=objective, block_size=64)
     step = bench.pretraining(v)
     with FlopCounterMode(display=False) as counter:
         step()
     counted = sum(operations for operations, _ in bench.count(v).values())
-    assert counted == pytest.approx(counter.get_total_flops(), rel=.03)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 def test_floor_in_the_docstring_is_the_one_counted():
-    lines = {line.split("  ")[2].strip(): line for line in bench.__doc__.splitlines()
-             if " a layer " in line or "3 * 2 B" in line}
-    for sizes in [("paper", 64, 128, .3), ("base", 32, 512, .15)]:
+    lines = {
+        line.split("  ")[2].strip(): line
+        for line in bench.__doc__.splitlines()
+        if " a layer " in line or "3 * 2 B" in line
+    }
+    for sizes in [("paper", 64, 128, 0.3), ("base", 32, 512, 0.15)]:
         sizes = dict(zip(("preset", *bench.SIZES), sizes))
         parts = bench.count(bench.BenchConfig(**sizes, dtype="bfloat16"))
         for name in ("qkv and out", "feed-forward", "attention", "head"):
@@ -4435,18 +5023,29 @@ def test_floor_in_the_docstring_is_the_one_counted():
         assert f" {moved:.1f} GB" in lines["layers"]
 
 
-@pytest.mark.parametrize("flags, said", [
-    ("--pe foo", "choose from"), ("--objective foo", "choose from"), ("--pairs 1", "[2, "),
-    ("--pe rope --objective pmlm", "unknown"), ("--objective tc --batch_size 1", "2 or more"),
-    ("--peer hf --sweep", "--peer and --sweep do not go together"),
-    ("--pe all --objective all", "do not go together"), ("--data no/such*.txt", "no file"),
-    ("--block_size 3", "[4, "), ("--mask_rate 2", "mask_rate"), ("--preset foo", "invalid choice"),
-    ("--data docs", "no file"),
-    ("--finetune glue --compile", "--compile and --finetune do not go together"),
-    ("--lower sm_90 --sweep", "--lower and --sweep do not go together"),
-    ("--lower sm_60", "invalid choice"), ("--gpu no/such.json", "no/such.json"),
-    ("--gpu x.json --pe rel", "--gpu and --pe do not go together"),
-    ("--lower sm_90", "--device and --lower do not go together")])
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--pe foo", "choose from"),
+        ("--objective foo", "choose from"),
+        ("--pairs 1", "[2, "),
+        ("--pe rope --objective pmlm", "unknown"),
+        ("--objective tc --batch_size 1", "2 or more"),
+        ("--peer hf --sweep", "--peer and --sweep do not go together"),
+        ("--pe all --objective all", "do not go together"),
+        ("--data no/such*.txt", "no file"),
+        ("--block_size 3", "[4, "),
+        ("--mask_rate 2", "mask_rate"),
+        ("--preset foo", "invalid choice"),
+        ("--data docs", "no file"),
+        ("--finetune glue --compile", "--compile and --finetune do not go together"),
+        ("--lower sm_90 --sweep", "--lower and --sweep do not go together"),
+        ("--lower sm_60", "invalid choice"),
+        ("--gpu no/such.json", "no/such.json"),
+        ("--gpu x.json --pe rel", "--gpu and --pe do not go together"),
+        ("--lower sm_90", "--device and --lower do not go together"),
+    ],
+)
 def test_bench_mistakes_are_one_line(flags, said, capsys):
     assert said in one_line(capsys, bench.main, ["--device", "cpu", *flags.split()])
 
@@ -4460,15 +5059,16 @@ def lowered(folder, *flags):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++: it stands in for a driver")
-@pytest.mark.parametrize("card, flags", [
-    ("sm_70", "--pe tupe_r,rel --objective pplm"), ("sm_90", "--pe abs --peer hf")])
+@pytest.mark.parametrize(
+    "card, flags", [("sm_70", "--pe tupe_r,rel --objective pplm"), ("sm_90", "--pe abs --peer hf")]
+)
 def test_a_card_that_is_not_there_is_lowered_for(card, flags, tmp_path):
     """The kernels are a card's own: attention is Flash where nothing is added to the logits and the
     card has it, else the memory-efficient one, and for rel written out; as many products as the
     model has."""
     for row in lowered(tmp_path, f"--lower {card} {flags} --batch_size 4"):
         kinds = row["kernels"]
-        fused = 0 if row["pe"] == "rel" else 4      # layers
+        fused = 0 if row["pe"] == "rel" else 4  # layers
         flash = fused if card == "sm_90" and row["pe"] == "abs" else 0
         for kind, n in (("flash", flash), ("efficient", fused - flash)):
             for way in ("", "_backward"):
@@ -4481,15 +5081,34 @@ def test_a_card_that_is_not_there_is_lowered_for(card, flags, tmp_path):
         assert (kinds["triton"] < 1.5 * products) == row["name"].startswith("ours")
         assert row["estimated_ms"] >= 2.5e-3 * row["launches"]
         # Weights are read once in 32 bits, to be cast, and their gradients are written.
-        assert row["gb"] > 8e-9 * bench.BenchConfig(pe=row["pe"], objective=row["objective"],
-                                                    block_size=16).n_parameters()
+        assert (
+            row["gb"]
+            > 8e-9
+            * bench.BenchConfig(
+                pe=row["pe"], objective=row["objective"], block_size=16
+            ).n_parameters()
+        )
 
 
 def test_how_far_16_bits_are_from_32(tmp_path):
     def rows(dtype):
-        bench.main(["--agree", "--pe", "tupe_r,rel", "--objective", "pplm,mlm", "--device", "cpu",
-                    "--dtype", dtype, "--json", str(tmp_path / "rows.json")])
+        bench.main(
+            [
+                "--agree",
+                "--pe",
+                "tupe_r,rel",
+                "--objective",
+                "pplm,mlm",
+                "--device",
+                "cpu",
+                "--dtype",
+                dtype,
+                "--json",
+                str(tmp_path / "rows.json"),
+            ]
+        )
         return read(tmp_path / "rows.json")["rows"]
+
     exact, rounded = rows("float32"), rows("bfloat16")
     assert len({(row["pe"], row["objective"]) for row in exact}) == 4
     assert not any(row["loss_off"] or row["gradient_off"] for row in exact)
@@ -4500,16 +5119,20 @@ def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeyp
     for command in gpu.LINES:
         program, *words = command.split()
         {"bench.py": bench, "train.py": train}[program].parse_args(words)
-    trains = (f"train.py --objective pplm --dataset {corpus_file} --cache {tmp_path}/cache "
-              f"--resume --out_dir {tmp_path}/run")
-    monkeypatch.setattr(gpu, "LINES", [
-        "bench.py --agree --dtype float32", "bench.py --objective foo", trains])
+    trains = (
+        f"train.py --objective pplm --dataset {corpus_file} --cache {tmp_path}/cache "
+        f"--resume --out_dir {tmp_path}/run"
+    )
+    monkeypatch.setattr(
+        gpu, "LINES", ["bench.py --agree --dtype float32", "bench.py --objective foo", trains]
+    )
     flags = f"--gpu {tmp_path}/gpu.json --device cpu --preset demo".split()
 
     def run(n, *more):
         bench.main([*flags, *more])
         assert said().count("python ") == n
         return read(tmp_path / "gpu.json")["rows"]
+
     agrees, refused, trained = run(3, "--pairs", "2")
     assert (agrees["exit"], trained["exit"]) == (0, 0) and agrees["rows"][0]["loss_off"] == 0
     assert refused["exit"] == 2 and "choose from" in refused["error"][0]
@@ -4517,7 +5140,7 @@ def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeyp
     assert run(0, "--pairs", "2")[2] == trained
     monkeypatch.setattr(gpu, "LIMIT", 3)
     monkeypatch.setattr(gpu, "LINES", [trains.replace("/run", "/long")])
-    for _ in range(2):                  # what was cut is asked for again
+    for _ in range(2):  # what was cut is asked for again
         *_, stopped = run(1)
         assert stopped["exit"] == "stopped"
 
@@ -4525,7 +5148,7 @@ def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeyp
 def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
     monkeypatch.setattr(bench, "fresh", lambda function, *args: function(*args))
     bench.main([*TINY_BENCH, "--data", str(corpus_file), "--json", str(tmp_path / "rows.json")])
-    row, = read(tmp_path / "rows.json")["rows"]
+    (row,) = read(tmp_path / "rows.json")["rows"]
     assert row["mb"] * 1e6 == pytest.approx(os.path.getsize(corpus_file))
     assert 0 < row["loader_share"] < 10 and "MB/s" in said()
 
@@ -4534,9 +5157,19 @@ def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
 # hf.py
 
 # What has a class in transformers. All else is refused.
-GOES_OUT = {"none": "roberta", "abs": "roberta", "bert_a": "roberta", "sin": "roberta",
-            "lsin": "roberta", "t5": "mpnet", "abs+t5": "mpnet", "bert_r": "mpnet",
-            "sin+t5": "mpnet", "t5+lsin": "mpnet", "rope": "roformer"}
+GOES_OUT = {
+    "none": "roberta",
+    "abs": "roberta",
+    "bert_a": "roberta",
+    "sin": "roberta",
+    "lsin": "roberta",
+    "t5": "mpnet",
+    "abs+t5": "mpnet",
+    "bert_r": "mpnet",
+    "sin+t5": "mpnet",
+    "t5+lsin": "mpnet",
+    "rope": "roformer",
+}
 PARIS = "The capital of France is"
 
 
@@ -4554,7 +5187,7 @@ def write_gpt2_merges(file, ranks, letters):
         while len(parts) > 2:
             joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:])]
             at = joined.index(min(joined))
-            parts[at:at + 2] = [parts[at] + parts[at + 1]]
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
         if len(parts) == 2:
             lines.append(" ".join(part.decode("latin-1").translate(letters) for part in parts))
     assert len(lines) == 50_001, "as many as OpenAI's file has"
@@ -4572,8 +5205,18 @@ def roberta(hugging, tmp_path_factory):
     letters = hf.bytes_to_unicode()
     words = [token.decode("latin-1").translate(letters) for token in ranks]
     order = random.Random(0).sample(range(50256), 50256)
-    names = ["<s>", "<pad>", "</s>", "<unk>", *(words[i] for i in order), "<|endoftext|>",
-             "madeupword0000", "madeupword0001", "madeupword0002", "<mask>"]
+    names = [
+        "<s>",
+        "<pad>",
+        "</s>",
+        "<unk>",
+        *(words[i] for i in order),
+        "<|endoftext|>",
+        "madeupword0000",
+        "madeupword0001",
+        "madeupword0002",
+        "<mask>",
+    ]
     files = tmp_path_factory.mktemp("tokens")
     (files / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
     write_gpt2_merges(files / "merges.txt", ranks, letters)
@@ -4582,16 +5225,26 @@ def roberta(hugging, tmp_path_factory):
         folder = tmp_path_factory.mktemp("theirs")
         shutil.copytree(files, folder, dirs_exist_ok=True)
         torch.manual_seed(0)
-        theirs = hugging.RobertaForMaskedLM(hugging.RobertaConfig(
-            vocab_size=50265, hidden_size=C, num_hidden_layers=n_layer, num_attention_heads=H,
-            intermediate_size=2 * C, layer_norm_eps=eps, max_position_embeddings=L + 2,
-            initializer_range=0.1, type_vocab_size=1)).eval()
+        theirs = hugging.RobertaForMaskedLM(
+            hugging.RobertaConfig(
+                vocab_size=50265,
+                hidden_size=C,
+                num_hidden_layers=n_layer,
+                num_attention_heads=H,
+                intermediate_size=2 * C,
+                layer_norm_eps=eps,
+                max_position_embeddings=L + 2,
+                initializer_range=0.1,
+                type_vocab_size=1,
+            )
+        ).eval()
         for p in theirs.parameters():
             p.data.add_(0.2 * torch.randn_like(p) if p.dim() == 1 else 0)
         theirs.save_pretrained(folder)
         run = tmp_path_factory.mktemp("imported") / "run"
         hf.main(["import", str(folder), str(run)])
         return SimpleNamespace(folder=folder, theirs=theirs, run=run)
+
     # Our id of each of theirs: [CLS] [PAD] [SEP], a spare one, the words, ..
     make.order = [50257, 50258, 50259, 50261, *order, 50256, 50262, 50263, 50264, 50260]
     return make
@@ -4669,13 +5322,14 @@ def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys
     assert "holds another run" in capsys.readouterr().err
 
 
-SMALL_ORDER = [*range(8184, 8192), *range(8184)]    # our id of each there, where the BPE is our own
+SMALL_ORDER = [*range(8184, 8192), *range(8184)]  # our id of each there, where the BPE is our own
 
 
 @pytest.fixture
 def random_run(hugging, corpus, tmp_path):
     """-> a function that saves a model whose every weight counts as train.py does; its run is
     tmp_path / run. `export` sends it, or a file, to tmp_path / theirs."""
+
     def make(pe="abs", objective="mlm", *flags):
         torch.manual_seed(3)
         encoder = Encoder(EncoderConfig(8192, pe, 2, 4, 32, 48, max_len=140, norm_eps=1e-3))
@@ -4687,13 +5341,23 @@ def random_run(hugging, corpus, tmp_path):
         encoder.tokenizer = tiktoken.Encoding(**arguments)
         shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
         (tmp_path / "run").mkdir(exist_ok=True)
-        torch.save({
-            "args": args, "config": vars(encoder.config), "data": {"dataset": "some text"},
-            "step": 7, "tokenizer": arguments, "tokenizer_hash": "",
-            "model": model.state_dict()}, tmp_path / "run" / "ckpt.pt")
+        torch.save(
+            {
+                "args": args,
+                "config": vars(encoder.config),
+                "data": {"dataset": "some text"},
+                "step": 7,
+                "tokenizer": arguments,
+                "tokenizer_hash": "",
+                "model": model.state_dict(),
+            },
+            tmp_path / "run" / "ckpt.pt",
+        )
         return model
+
     make.export = lambda file="run": hf.main(
-        ["export", str(tmp_path / file), str(tmp_path / "theirs")])
+        ["export", str(tmp_path / file), str(tmp_path / "theirs")]
+    )
     return make
 
 
@@ -4725,18 +5389,33 @@ def test_other_objectives_go_without_their_heads(hugging, random_run, tmp_path):
     assert exit_code(random_run.export) == 2
 
 
-@pytest.mark.parametrize("pe, task, kind", [
-    ("abs", "mnli", "Roberta"), ("sin", "cola", "Roberta"), ("abs+t5", "stsb", "MPNet"),
-    ("none", "docs", "Roberta"), ("rope", "cola", None), ("abs", "squad", None),
-    ("abs", "cola", "a probe"), ("tupe_r", "cola", None)])
-def test_a_classifier_goes_out_with_its_labels(hugging, random_run, tmp_path, capsys, pe, task,
-                                               kind):
+@pytest.mark.parametrize(
+    "pe, task, kind",
+    [
+        ("abs", "mnli", "Roberta"),
+        ("sin", "cola", "Roberta"),
+        ("abs+t5", "stsb", "MPNet"),
+        ("none", "docs", "Roberta"),
+        ("rope", "cola", None),
+        ("abs", "squad", None),
+        ("abs", "cola", "a probe"),
+        ("tupe_r", "cola", None),
+    ],
+)
+def test_a_classifier_goes_out_with_its_labels(
+    hugging, random_run, tmp_path, capsys, pe, task, kind
+):
     """Where the heads agree: not rope's, nor those of spans and probes."""
     encoder, folder = random_run(pe).encoder, tmp_path / "theirs"
     model = finetune.Classifier(encoder, task, 40, kind == "a probe").eval()
     torch.nn.init.normal_(model.head[-1].weight)
-    row = {"task": task, "ckpt": "some run/tuned.pt (rte)", "seed": 0, **HOW,
-           "metrics": {"accuracy": 0.625}}
+    row = {
+        "task": task,
+        "ckpt": "some run/tuned.pt (rte)",
+        "seed": 0,
+        **HOW,
+        "metrics": {"accuracy": 0.625},
+    }
     finetune.save_model(tmp_path / "tuned.pt", model, weights(tmp_path / "run"), row)
     if kind not in ("Roberta", "MPNet"):
         assert exit_code(random_run.export, "tuned.pt") == 2 and not folder.exists()
@@ -4765,8 +5444,11 @@ def test_a_classifier_goes_out_with_its_labels(hugging, random_run, tmp_path, ca
 
 def test_the_model_card(random_run, tmp_path):
     """It has what was asked for, and its command makes this very run."""
-    random_run("t5", "mlm+pplm", *shlex.split(
-        "--preset lab --steps 3 --whole_word --loss_weights 1 0.5 --no-compile"))
+    random_run(
+        "t5",
+        "mlm+pplm",
+        *shlex.split("--preset lab --steps 3 --whole_word --loss_weights 1 0.5 --no-compile"),
+    )
     row = {"task": "cola", "seed": 1, "lr": 0.01, "metrics": {"accuracy": 0.75}}
     (tmp_path / "run" / "results.jsonl").write_text(json.dumps(row) + "\n")
     random_run.export("run/ckpt.pt")
@@ -4780,20 +5462,43 @@ def test_the_model_card(random_run, tmp_path):
 
 # ----- the tokenizer
 
-PIECES = [*WORDS[:9], " quick", " lazy", "é東", " capital", "'ll", "I'M", " ", "\n", "\t", "\xa0",
-          "\u3000", "2", "²", "٣", "\U0001f600", "\x1c", "\x85", "e\u0301", "_", "["]
+PIECES = [
+    *WORDS[:9],
+    " quick",
+    " lazy",
+    "é東",
+    " capital",
+    "'ll",
+    "I'M",
+    " ",
+    "\n",
+    "\t",
+    "\xa0",
+    "\u3000",
+    "2",
+    "²",
+    "٣",
+    "\U0001f600",
+    "\x1c",
+    "\x85",
+    "e\u0301",
+    "_",
+    "[",
+]
 ANY_TEXT = st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
 
 
 def check_tokenizer(ours, theirs):
     """Ids of words are 8 higher there: the specials come first."""
+
     @given(ANY_TEXT)
     @settings(max_examples=300, deadline=None)
     def cuts_alike(text):
-        assume(not re.search(r"\[(CLS|PAD|SEP|MASK)\]", text))      # a special there, text here
+        assume(not re.search(r"\[(CLS|PAD|SEP|MASK)\]", text))  # a special there, text here
         ids = theirs.encode(text, add_special_tokens=False)
         assert [i - 8 for i in ids] == ours.encode_ordinary(text)
         assert theirs.decode(ids) == ours.decode([i - 8 for i in ids])
+
     cuts_alike()
 
 
@@ -4821,6 +5526,7 @@ def test_tokenizer_json_of_gpt2(hugging, out_again):
 
 # ----- what cannot come in, and where nothing is written
 
+
 def refused(direction, source, target, capsys):
     """-> the one line that says so."""
     capsys.readouterr()
@@ -4830,17 +5536,24 @@ def refused(direction, source, target, capsys):
     return captured.err
 
 
-@pytest.mark.parametrize("change, says", [
-    (dict(hidden_act="relu"), "its hidden_act is relu"),
-    (dict(position_embedding_type="relative_key"), "its position_embedding_type is relative_key"),
-    (dict(tie_word_embeddings=False), "its tie_word_embeddings is False"),
-    (dict(pad_token_id=0), "its pad_token_id is 0"),
-    (dict(type_vocab_size=2), "its type_vocab_size is 2"),
-    (dict(model_type="bert"), "its model_type is bert"),
-    (dict(model_type="a new one"), "cannot be read"),
-    (dict(num_hidden_layers=2), "missing roberta.encoder.layer.1"),
-    (dict(intermediate_size=17), "cannot be read"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dict(hidden_act="relu"), "its hidden_act is relu"),
+        (
+            dict(position_embedding_type="relative_key"),
+            "its position_embedding_type is relative_key",
+        ),
+        (dict(tie_word_embeddings=False), "its tie_word_embeddings is False"),
+        (dict(pad_token_id=0), "its pad_token_id is 0"),
+        (dict(type_vocab_size=2), "its type_vocab_size is 2"),
+        (dict(model_type="bert"), "its model_type is bert"),
+        (dict(model_type="a new one"), "cannot be read"),
+        (dict(num_hidden_layers=2), "missing roberta.encoder.layer.1"),
+        (dict(intermediate_size=17), "cannot be read"),
+    ],
+    ids=str,
+)
 def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says):
     folder = shutil.copytree(imported.folder, tmp_path / "edited")
     config = json.loads((folder / "config.json").read_text())
@@ -4849,16 +5562,20 @@ def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key, says", [
-    ("roberta.encoder.layer.0.output.dense.bias", "missing"),
-    ("lm_head.layer_norm.weight", "missing"),
-    ("roberta.encoder.layer.0.adapter.weight", "extra"),
-])
+@pytest.mark.parametrize(
+    "key, says",
+    [
+        ("roberta.encoder.layer.0.output.dense.bias", "missing"),
+        ("lm_head.layer_norm.weight", "missing"),
+        ("roberta.encoder.layer.0.adapter.weight", "extra"),
+    ],
+)
 def test_a_missing_or_an_extra_tensor(imported, tmp_path, capsys, key, says):
     from safetensors.torch import load_file, save_file
+
     folder = shutil.copytree(imported.folder, tmp_path / "edited")
     tensors = load_file(folder / "model.safetensors")
-    tensors["roberta.pooler.dense.weight"] = torch.zeros(16, 16)        # which roberta-base has
+    tensors["roberta.pooler.dense.weight"] = torch.zeros(16, 16)  # which roberta-base has
     if tensors.pop(key, None) is None:
         tensors[key] = torch.zeros(16, 16)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -4897,7 +5614,7 @@ SNIPPETS = [block.split("```")[0] for block in README.split("```python\n")[1:]]
 
 
 def snippet(says):
-    found, = [text for text in SNIPPETS if says in text]
+    (found,) = [text for text in SNIPPETS if says in text]
     return found
 
 
@@ -4907,13 +5624,21 @@ def extended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("extended")
     for file in [*HERE.glob("*.py"), HERE / "README.md", HERE / "pyproject.toml"]:
         shutil.copy(file, folder)
-    for file, says, table in (("model.py", "(Component)", "SCHEMES"),
-                              ("objectives.py", "(Objective)", "OBJECTIVES")):
+    for file, says, table in (
+        ("model.py", "(Component)", "SCHEMES"),
+        ("objectives.py", "(Objective)", "OBJECTIVES"),
+    ):
         text, source = snippet(says), (folder / file).read_text()
-        line, = re.findall(rf"# and in {table}: +(.+)", text)
+        (line,) = re.findall(rf"# and in {table}: +(.+)", text)
         above = re.search(rf"# Every name of .*\n{table} = {{\n", source)
-        (folder / file).write_text(source[:above.start()] + text + "\n\n" + above[0]
-                                   + f"    {line}\n" + source[above.end():])
+        (folder / file).write_text(
+            source[: above.start()]
+            + text
+            + "\n\n"
+            + above[0]
+            + f"    {line}\n"
+            + source[above.end() :]
+        )
     return folder
 
 
@@ -4927,19 +5652,34 @@ def test_what_the_readme_adds_is_everywhere(extended):
     assert "kerple" in help and "rtd" in help
     for flag, name in (("--pe", "kerple"), ("--objective", "rtd")):
         assert name in run_in(extended, "train.py", flag, "foo").stderr
-    lists = "import bench; print(*bench.names_of(bench.parse_args(" \
+    lists = (
+        "import bench; print(*bench.names_of(bench.parse_args("
         "['--pe', 'all', '--objective', 'all'])[0]), sep='\\n')"
+    )
     pes, names = run_in(extended, "-c", lists).stdout.splitlines()
     assert "'kerple'" in pes and "'rtd'" in names
-    note = run_in(extended, "-c", "import train; train.parse_args(['--objective', 'nsp', "
-                                  "'--mask_rate', '.3'])").stdout
+    note = run_in(
+        extended,
+        "-c",
+        "import train; train.parse_args(['--objective', 'nsp', '--mask_rate', '.3'])",
+    ).stdout
     assert "--mask_rate is for rtd, mlm" in note
 
 
 def test_what_the_readme_adds_passes_the_tests(extended):
     """All that run over every scheme and every objective; but a naive loop is a person's to add."""
-    done = run_in(extended, "-m", "pytest", "-p", "no:cacheprovider", "test_all.py", "-k",
-                  "kerple or rtd", "-W", "ignore")
+    done = run_in(
+        extended,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "test_all.py",
+        "-k",
+        "kerple or rtd",
+        "-W",
+        "ignore",
+    )
     failed = re.findall(r"FAILED test_all.py::(\S+) - (.*)", done.stdout)
     names = [name for name, _ in failed]
     assert names == ["test_attention_equals_triple_loop[kerple]"], done.stdout
@@ -4950,7 +5690,7 @@ def test_what_the_readme_adds_passes_the_tests(extended):
 
 def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path, monkeypatch):
     text = snippet("from model import load")
-    folder, = re.findall(r'load\("(.+?)"\)', text)
+    (folder,) = re.findall(r'load\("(.+?)"\)', text)
     run_train(corpus_file, cache, tmp_path / folder, "--steps", "3", "--block_size", "64")
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -5003,8 +5743,10 @@ def soak(n_kills=20, seed=0):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         corpus, cache = write_corpus(folder / "corpus.jsonl", 400), str(folder / "cache")
-        flags = shlex.split("--objective taco+pplm --pe tupe_r --steps 1500 --eval_every 25 "
-                            "--log_every 25 --grad_accum 2")
+        flags = shlex.split(
+            "--objective taco+pplm --pe tupe_r --steps 1500 --eval_every 25 "
+            "--log_every 25 --grad_accum 2"
+        )
         print("the run never stopped", flush=True)
         run_train(corpus, cache, folder / "whole", *flags)
         flags = train_flags(corpus, cache, folder / "cut", *flags, "--resume")
@@ -5017,8 +5759,9 @@ def soak(n_kills=20, seed=0):
             command = [sys.executable, HERE / "train.py", *flags]
             if how:
                 command = [sys.executable, "-c", CUT, how, where, str(rng.randint(1, 5)), *flags]
-            process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL,
-                                       stderr=subprocess.PIPE, text=True)
+            process = subprocess.Popen(
+                command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
             if not how:
                 written = log.stat().st_mtime_ns if log.exists() else 0
                 # Most die between two steps or inside one, every fifth before.
@@ -5031,8 +5774,10 @@ def soak(n_kills=20, seed=0):
             errors = process.communicate(timeout=300)[1]
             now = weights(folder / "cut")["step"] if (folder / "cut" / "ckpt.pt").exists() else 0
             tally[kind] += 1
-            print(f"{kill + 1:3} {kind:16} exit {process.returncode:4}, checkpoint of step {now}",
-                  flush=True)
+            print(
+                f"{kill + 1:3} {kind:16} exit {process.returncode:4}, checkpoint of step {now}",
+                flush=True,
+            )
             assert now >= step and "Traceback" not in errors, errors
             step = now
         train.main(flags)
@@ -5041,8 +5786,10 @@ def soak(n_kills=20, seed=0):
         for card, what in itertools.product(("sm_70", "sm_90"), ("--pe all", "--objective all")):
             rows = lowered(folder, f"--lower {card} {what} --batch_size 4")
             print(f"{len(rows)} lowered for {card}, {what}")
-    print(f"soak: {dict(tally)}; tensors that differ from the run never stopped: {len(different)} "
-          f"of {len(a)}; {time.time() - began:.0f} s")
+    print(
+        f"soak: {dict(tally)}; tensors that differ from the run never stopped: {len(different)} "
+        f"of {len(a)}; {time.time() - began:.0f} s"
+    )
     return 1 if different else 0
 
 

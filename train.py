@@ -36,14 +36,7 @@ from common import one_line_errors, pick_fields, read_checkpoint, read_rows, set
 from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
 from fast import compiled, step_or_skip
 from model import PE_NAMES, Encoder, EncoderConfig
-from objectives import (
-    OBJECTIVES,
-    ObjectiveConfig,
-    Pretraining,
-    stream,
-    users,
-    without_effect,
-)
+from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream, users, without_effect
 
 DOCS = dict(dataset="docs", tokenizer="bpe")
 WEB = dict(dataset="wikibooks", tokenizer="gpt2")
@@ -93,12 +86,8 @@ class TrainConfig:
     block_size: int = setting(None, "tokens a row, [CLS] and [SEP] included", "[4, 1e5]")
     batch_size: int = setting(None, "rows a micro-batch and process", "[1, 1e6]")
     grad_accum: int = setting(None, "micro-batches an update", "[1, 1e6]")
-    steps: int = setting(
-        None, "updates in all; part of a run: the decay depends on it", "[1, 2e9]"
-    )
-    lr: float = setting(
-        None, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)"
-    )
+    steps: int = setting(None, "updates in all; part of a run: the decay depends on it", "[1, 2e9]")
+    lr: float = setting(None, "peak rate: linear warm-up, then linear decay to 0", "(0, 1e9)")
     warmup: int = setting(None, "steps of warm-up", "[0, 2e9]")
     weight_decay: float = setting(0.01, "on matrices only", "[0, 1e9)")
     beta1: float = setting(None, "Adam's first decay", "[0, 1)")
@@ -108,24 +97,17 @@ class TrainConfig:
         1.0, "train on this share of the rows, chosen at random (P2)", "(0, 1]"
     )
     init_from: str | None = setting(
-        None,
-        "a run to start from: its scheme and objective may differ, its rows be shorter",
+        None, "a run to start from: its scheme and objective may differ, its rows be shorter"
     )
-    init_embeddings: str | None = setting(
-        None, "a run whose word embeddings to start with (P2)"
-    )
+    init_embeddings: str | None = setting(None, "a run whose word embeddings to start with (P2)")
     freeze_embeddings: bool = setting(False, "never update the word embeddings (P2)")
     out_dir: str | None = setting(None, "folder of the run (default: see above)")
-    resume: bool = setting(
-        False, "go on from the run folder's checkpoint, if it has one"
-    )
+    resume: bool = setting(False, "go on from the run folder's checkpoint, if it has one")
     eval_every: int = setting(500, "steps between validations", "[1, 2e9]")
     save_every: float = setting(
         30.0, "a validation saves if the last save is so many seconds old", "[0, 1e9]"
     )
-    keep_every: int = setting(
-        0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]"
-    )
+    keep_every: int = setting(0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]")
     log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
     device: str | None = common.DEVICE
     dtype: str | None = common.DTYPE
@@ -139,11 +121,7 @@ def parse_args(argv=None):
     mistake."""
     # Every field of these dataclasses that has a help text is a flag (common.add_settings);
     # pick_fields makes the dataclass of a run out of the flags again.
-    lines = [
-        f"--pe: {', '.join(PE_NAMES)}",
-        f"--objective: {', '.join(OBJECTIVES)}",
-        "presets:",
-    ]
+    lines = [f"--pe: {', '.join(PE_NAMES)}", f"--objective: {', '.join(OBJECTIVES)}", "presets:"]
     for name, p in PRESETS.items():
         rows = p["batch_size"] * p["grad_accum"]
         lines.append(
@@ -220,9 +198,7 @@ def train(args, progress):
         dist.broadcast_object_list(found)
         checkpoint, meta = found[0]
         if meta != corpus.meta:
-            raise ValueError(
-                f"process {rank} has prepared other data than the first one"
-            )
+            raise ValueError(f"process {rank} has prepared other data than the first one")
     batches = Batches(corpus, args.block_size, args.seed, args.data_fraction)
 
     # ---- The model: an encoder and the heads of its objectives.
@@ -245,9 +221,9 @@ def train(args, progress):
     lr = torch.zeros((), device=device)
     optimizer = make_optimizer(model, args, lr)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    done = torch.zeros((), device=device)                           # updates made
-    lost = torch.zeros((), device=device)                           # updates skipped
-    in_a_row = torch.zeros((), device=device)                       # skipped since one was made
+    done = torch.zeros((), device=device)  # updates made
+    lost = torch.zeros((), device=device)  # updates skipped
+    in_a_row = torch.zeros((), device=device)  # skipped since one was made
 
     # ---- Start, or go on from a checkpoint.
     n_micro, rows = args.grad_accum * world, args.grad_accum * world * args.batch_size
@@ -265,7 +241,7 @@ def train(args, progress):
         check_same_run(folder, checkpoint, facts)
         common.load_strict(model, checkpoint["model"], folder)
         optimizer.load_state_dict(checkpoint["optimizer"])
-        for group in optimizer.param_groups:                        # not the checkpoint's copy
+        for group in optimizer.param_groups:  # not the checkpoint's copy
             group["lr"] = lr
         if scaler.is_enabled() and checkpoint["scaler"]:  # saved under another --dtype: none
             scaler.load_state_dict(checkpoint["scaler"])
@@ -279,7 +255,7 @@ def train(args, progress):
     # ---- The folder. From here on nothing is a user's mistake.
     if main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        progress.lock = common.lock(folder)                         # held until the process ends
+        progress.lock = common.lock(folder)  # held until the process ends
         open_log(folder, {**facts, "baselines": known}, step)
         common.write_json(folder / "config.json", facts)
         common.write_json(folder / "tokenizer.json", corpus.tokenizer)
@@ -308,15 +284,11 @@ def train(args, progress):
             f"{device}, {str(dtype).removeprefix('torch.')} ({why}){how}; "
             f"{flops / 1e9:.0f} GFLOP a step; the run lives in {folder}"
         )
-        print(
-            "baselines (nats): " + ", ".join(f"{k} {v:.3f}" for k, v in known.items())
-        )
+        print("baselines (nats): " + ", ".join(f"{k} {v:.3f}" for k, v in known.items()))
         if step:
             print(f"resumed at step {step}")
         if args.warmup >= args.steps:
-            print(
-                f"note: --warmup {args.warmup} takes the whole run: the rate only rises"
-            )
+            print(f"note: --warmup {args.warmup} takes the whole run: the rate only rises")
 
     # ---- The loop.
     signals, losses, stopping = common.Signals(), [], 0
@@ -442,8 +414,7 @@ def train(args, progress):
         dist.barrier()  # torchrun ends them all when one has left: not before all is saved
     if main_process and stopping:
         print(
-            f"stopped at step {step}, saved in {folder}; go on with the same command and "
-            "--resume"
+            f"stopped at step {step}, saved in {folder}; go on with the same command and --resume"
         )
     elif main_process:
         print(
@@ -468,7 +439,7 @@ def train(args, progress):
 def make_optimizer(model, args, lr):
     """AdamW; weight decay on matrices and tables, not on biases, gains and other vectors: what has
     two dimensions or more counts as a matrix."""
-    learned = [p for p in model.parameters() if p.requires_grad]    # not --freeze_embeddings
+    learned = [p for p in model.parameters() if p.requires_grad]  # not --freeze_embeddings
     matrices = [p for p in learned if p.dim() >= 2]
     vectors = [p for p in learned if p.dim() < 2]
     groups = [
@@ -511,9 +482,7 @@ def as_text(row, steps, known):
         text += f"  MFU {100 * row['mfu']:.0f}%"
     if "val_loss" in row:
         text += f"  val {row['val_loss']:.4f}{passed(row, known)}"
-    return text + (
-        f"  {row['peak_mem_mb'] / 1024:.1f} GB" if row["peak_mem_mb"] else ""
-    )
+    return text + (f"  {row['peak_mem_mb'] / 1024:.1f} GB" if row["peak_mem_mb"] else "")
 
 
 def passed(row, known):
@@ -538,7 +507,7 @@ def passed(row, known):
 def try_out(args, device):
     """What the flags alone can break, before data are prepared, which may take hours. Raises
     ValueError, OSError."""
-    with torch.device("meta"):                                      # no memory, no time
+    with torch.device("meta"):  # no memory, no time
         cfg = pick_fields(ObjectiveConfig, args, whole_word=False)  # which needs a tokenizer
         encoder = Encoder(pick_fields(EncoderConfig, args, max_len=args.block_size))
         model = Pretraining(encoder, cfg)
@@ -591,9 +560,7 @@ def prepare_once(args, world):
 def check_same_run(folder, checkpoint, facts):
     """Raise ValueError if a flag that alters what a run computes differs from the checkpoint's."""
     then, now = identity(checkpoint), identity(facts)
-    differ = [
-        f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]
-    ]
+    differ = [f"{key} was {then[key]}, is {now[key]}" for key in now if then[key] != now[key]]
     if differ:
         raise ValueError(
             f"{folder} holds another run: {'; '.join(differ)}; give the same flags, "
@@ -627,9 +594,7 @@ def start_from_others(model, args, facts, main_process):
     if args.init_from:
         done = common.warm_start(model, read_checkpoint(args.init_from), args.init_from)
         for what, names in done.items() if main_process else ():
-            shown = ", ".join(names[:6]) + (
-                f" and {len(names) - 6} more" if names[6:] else ""
-            )
+            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
             shown = f": {shown}" if names and what != "loaded" else ""
             print(f"init_from {args.init_from}: {len(names)} tensors {what}{shown}")
     if args.init_embeddings:

@@ -32,7 +32,7 @@ OUT = "out/results"
 
 # table: {run: flags of train.py}. What two tables have in common is trained once.
 READ = "--pe tupe_r --pos_rate .15 --n_head 16 --objective"
-NONE = "--pe tupe_r --steps 1 --lr 1e-9"        # next to nothing is learned: from scratch
+NONE = "--pe tupe_r --steps 1 --lr 1e-9"  # next to nothing is learned: from scratch
 TABLES = {
     "docs": {
         "docs-pplm": "--pe tupe_r --objective pplm",
@@ -40,7 +40,7 @@ TABLES = {
         "docs-16-heads": "--pe tupe_r --n_head 16",
         "docs-3000": "--pe tupe_r --n_head 16 --steps 3000",
     },
-    "reading": {            # the run that reads, longer, and with one change
+    "reading": {  # the run that reads, longer, and with one change
         "read-s1337": f"{READ} mlm+pplm",
         "read-s1": f"{READ} mlm+pplm --seed 1",
         "read-s2": f"{READ} mlm+pplm --seed 2",
@@ -61,16 +61,16 @@ TABLES = {
         "read-pplm-3000": f"{READ} pplm --steps 3000",
         "read-pplm-from-mlm": f"{READ} pplm --lr 5e-4 --init_from {OUT}/docs-3000",
     },
-    "plateau": {            # what brings abs off it, on docs
+    "plateau": {  # what brings abs off it, on docs
         "docs-abs-pplm": f"{READ} pplm --pe abs",
         "docs-abs-after-pplm": f"--pe abs --n_head 16 --init_from {OUT}/docs-abs-pplm",
         "docs-abs-3000": "--pe abs --n_head 16 --steps 3000",
         "docs-abs-mlm+pplm": f"{READ} mlm+pplm --pe abs --steps 3000",
     },
-    "worth": {"docs-scratch": NONE},        # and runs of these two, fine-tuned on docs
+    "worth": {"docs-scratch": NONE},  # and runs of these two, fine-tuned on docs
     "schemes": {},
-    "blimp": {},            # the runs of schemes, on minimal pairs
-    "objectives": {     # and below; these two: does abs leave its plateau at demo size?
+    "blimp": {},  # the runs of schemes, on minimal pairs
+    "objectives": {  # and below; these two: does abs leave its plateau at demo size?
         "abs-mlm-6000": "--pe abs --n_head 16 --steps 6000",
         "abs-mlm+pplm-6000": f"{READ} mlm+pplm --pe abs --steps 6000",
     },
@@ -79,20 +79,20 @@ TABLES = {
 }
 GLUE = ["mnli", "cola", "sst2 --limit_train 20000"]
 FINETUNE = {"worth": ["docs --seeds 5"], "glue": GLUE, "lab": GLUE}
-BLIMP = {"blimp", "objectives"}     # minimal pairs are judged
-WEB = {"schemes", "blimp", "objectives", "glue", "lab"}     # trained on $TEXT
+BLIMP = {"blimp", "objectives"}  # minimal pairs are judged
+WEB = {"schemes", "blimp", "objectives", "glue", "lab"}  # trained on $TEXT
 KEPT = "pe objective preset seed steps lr warmup n_head pos_rate batch_size block_size".split()
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
 PLATEAU = 6.5  # nats: who knows only how frequent words are scores 6.78 on docs, 6.83 on $TEXT
 ORDER = 6.0  # nats after 3,000 steps: who sees no order (`none`) scores 6.3
-KNOWN = "abs none sin t5 rel tupe_a tupe_r rope".split()    # three seeds; in plateau.png
+KNOWN = "abs none sin t5 rel tupe_a tupe_r rope".split()  # three seeds; in plateau.png
 for seed in (1337, 1, 2):
     for pe in ("tupe_r", "abs"):
         TABLES["docs"][f"docs-{pe}-s{seed}"] = f"--pe {pe} --seed {seed}"
-    for pe in KNOWN if seed == 2 else sorted({*PE_NAMES} - {"bert_a", "bert_r"}):   # = abs, abs+t5
+    for pe in KNOWN if seed == 2 else sorted({*PE_NAMES} - {"bert_a", "bert_r"}):  # = abs, abs+t5
         TABLES["schemes"][f"{pe}-s{seed}"] = f"--pe {pe} --steps 3000 --seed {seed}"
 for seed in (1337, 1):
-    for pe in ("tupe_r", "abs"):    # P2's and P0's
+    for pe in ("tupe_r", "abs"):  # P2's and P0's
         for name, flags in {
             "mlm": "mlm",
             "taco": "taco",
@@ -119,8 +119,10 @@ for pe in ("tupe_r", "abs"):
             TABLES["lab"][f"lab-{pe}-{objective}-1"] = f"{flags} --seed 1"
 TABLES["blimp"] |= TABLES["schemes"]
 trained = TABLES["docs"] | TABLES["reading"]
-for name in ("docs-tupe_r-s1337 docs-16-heads docs-3000 docs-pplm docs-taco read-s1337 read-3000 "
-             "read-pplm-from-mlm").split():
+for name in (
+    "docs-tupe_r-s1337 docs-16-heads docs-3000 docs-pplm docs-taco read-s1337 read-3000 "
+    "read-pplm-from-mlm"
+).split():
     TABLES["worth"][name] = trained[name]
 
 
@@ -134,7 +136,7 @@ def commands(table, name):
     ]
     if "--keep_every" in TABLES[table][name]:
         made.append(f"python probe.py --dynamics {out}")
-    if table in BLIMP and "-tc-" not in name:   # tc alone cannot say what is likelier
+    if table in BLIMP and "-tc-" not in name:  # tc alone cannot say what is likelier
         made.append(f'python probe.py --blimp "$BLIMP" --ckpt {out}')
     for task in FINETUNE.get(table, []):
         glue = "" if table == "worth" else " --data_dir $GLUE --seeds 3"
@@ -168,7 +170,7 @@ def run(table, name):
     row |= {key: value for key, value in lines[-1].items() if key.startswith("val_")}
     found = json.loads((folder / "probe" / "probe.json").read_text())
     row["words"], row["indicators"] = found["words"], found["indicators"]["without_specials"]
-    A = np.array(found["map"])[1:-1, 1:-1]      # without [CLS] and [SEP]
+    A = np.array(found["map"])[1:-1, 1:-1]  # without [CLS] and [SEP]
     row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
     if (judged := folder / "blimp" / "probe.json").exists():
         judged = json.loads(judged.read_text())
@@ -192,10 +194,10 @@ def cells(row):
     losses = [row.get(f"val_{x}", row["val_loss"]) for x in parts]
     left = [step for step, loss in row["curve"] if parts == ["mlm"] and loss < PLATEAU]
     judged = row.get("blimp", {"scores": {}})["scores"]
-    first = next(iter(judged.values()), {})     # pll, or what the objective has
+    first = next(iter(judged.values()), {})  # pll, or what the objective has
     numbers = {
-        "copy": known.get("copy", known.get("pplm.copy")),      # what places alone allow
-        "true words": words["true"],            # as the others: without autocast
+        "copy": known.get("copy", known.get("pplm.copy")),  # what places alone allow
+        "true words": words["true"],  # as the others: without autocast
         "random words": words["random"],
         "other order": words["shuffled"],
         "AUC": words["auc"],
@@ -213,11 +215,13 @@ def cells(row):
         shown[name] = "" if x is None else f"{x:.3f}"
     shown[f"steps to {PLATEAU}"] = str(left[0]) if left else ""
     if row["table"] in ("objectives", "glue"):
-        for name in ("val_curve", "contexts"):          # every 500 steps
+        for name in ("val_curve", "contexts"):  # every 500 steps
             shown[name] = " ".join(f"{x:.3f}" for _, x in row.get(name, ()))
     shown["minutes"] = f"{row['minutes']:.0f}"
-    scores = [f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})"
-              for score, x in row["scores"].items()]
+    scores = [
+        f"{score} {statistics.median(x):.3f} ({min(x):.3f} - {max(x):.3f})"
+        for score, x in row["scores"].items()
+    ]
     return {**shown, "scores": "; ".join(scores)}
 
 
@@ -243,11 +247,11 @@ def show(table):
     if rows:
         lines = pandas.DataFrame([cells(row) for row in rows])
         print(f"\n{table}\n")
-        print_table(lines.loc[:, lines.any()].to_dict("records"))       # no empty columns
-    if table == "blimp":                # judged rows come last, and replace those of schemes
+        print_table(lines.loc[:, lines.any()].to_dict("records"))  # no empty columns
+    if table == "blimp":  # judged rows come last, and replace those of schemes
         rows = sorted(read(ROWS), key=lambda row: row["table"] == table)
         runs = {row["run"]: row for row in rows if row["table"] in ("schemes", table)}
-        for limit in (9, ORDER):        # 9: all of them
+        for limit in (9, ORDER):  # 9: all of them
             kept = [row for row in runs.values() if row["val_loss"] < limit]
             print(f"\nP3's table 5, fig 5: Pearson's r over {len(kept)} runs below {limit} nats\n")
             print_table(properties(kept))
