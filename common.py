@@ -336,9 +336,13 @@ class Signals:
     """SIGTERM and SIGINT ask for a stop after the step; a second one leaves at once."""
 
     def __init__(self):
-        self.received = None
+        self.received, self.before = None, {}
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self)
+            self.before[number] = signal.signal(number, self)
+
+    def restore(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def __call__(self, number, frame):
         if self.received:
@@ -469,70 +473,3 @@ def newest_run():
             "or name one with --ckpt"
         )
     return str(found.parent)
-
-
-def load_strict(module, weights, path):
-    """load_state_dict, whose complaint about keys or shapes becomes one line."""
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        why = " ".join(str(error).split()).partition(": ")[2]
-        raise ValueError(f"{path} does not fit this model: {why:.300}") from None
-
-
-def warm_start(module, checkpoint, path) -> dict:
-    """Load what fits of a checkpoint's weights into a module with another scheme, objective or
-    max_len.
-
-    Weights are matched by name, so those of another positional scheme start fresh (P3 swaps the
-    scheme under a trained model). With a larger max_len the trained rows of tables are kept and the
-    new ones start fresh (P3 trains at 128, then at 512).
-    -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}, names.
-    Raises ValueError when the encoders differ in anything else.
-    """
-    given, own = checkpoint["model"], module.state_dict()
-    old, new = checkpoint["config"], dataclasses.asdict(module.encoder.config)
-    fixed = sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"})
-    differ = [
-        f"{key} is {old[key]} there and {new[key]} here"
-        for key in fixed
-        if old.get(key, new[key]) != new[key]
-    ]
-    if differ:
-        raise ValueError(
-            f"{path}: {', '.join(differ)}; only the positional scheme, the objective "
-            "and a larger --block_size may differ"
-        )
-    old_len, more = old["max_len"], new["max_len"] - old["max_len"]
-    if more < 0:
-        raise ValueError(
-            f"{path} has rows of {old_len}; --block_size {new['max_len']} would cut "
-            f"them: take at least {old_len}"
-        )
-    done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
-    for key, fresh in own.items():
-        sizes = list(zip(given[key].shape, fresh.shape)) if key in given else []
-        if key in given and given[key].shape == fresh.shape:
-            fresh.copy_(given[key])
-            done["loaded"].append(key)
-        elif more and sizes and all(b - a in (0, more, 2 * more) for a, b in sizes):
-            grow(fresh, given[key], old_len, more)
-            done["grown"].append(key)
-        else:  # not there, or a head with other classes
-            done["new"].append(key)
-    return done
-
-
-def grow(fresh, trained, old_len, more):
-    """Copy a table for old_len positions into one for `more` of them: rows keep their position,
-    what follows them (the unknown, theta) moves to the new end; the pair head's classes keep their
-    offset."""
-    index = []
-    for old, new in zip(trained.shape, fresh.shape):
-        rows = torch.arange(old)
-        if new - old == 2 * more:  # class = offset + L - 1
-            rows += more
-        elif new > old:
-            rows[old_len:] += more
-        index.append(rows)
-    fresh[torch.meshgrid(*index, indexing="ij")] = trained.to(fresh.device)

@@ -124,25 +124,25 @@ def compiled(net, device):
 # Losses
 
 
-def loss_in_chunks(head, x, target, weight, measure, predict, width):
-    """Mean of measure(head(x), target) and share of right predictions, both weighted.
+def loss_in_chunks(head, x, target, weight, measure, width, judge):
+    """Mean loss of head(x) beside target, and share of right predictions, both weighted.
 
     The plain twin:
 
         logits = head(x).float()                                        # (N, classes)
-        loss = (measure(logits, target) * weight).sum() / weight.sum()
-        right = ((predict(logits) == target) * weight).sum() / weight.sum()
+        loss = (measure.loss(logits, target) * weight).sum() / weight.sum()
+        right = ((measure.predict(logits) == target) * weight).sum() / weight.sum()
 
     x (N, ..), target (N,), weight (N,). A row of L tokens has L^2 (2L - 1) logits of pairs, or L V
     of words: more than a memory holds. So they are made in chunks of CHUNK_BYTES, and made again in
     the backward pass: one chunk is alive at a time. width: numbers an item has at its widest.
-    -> tensors (), (): loss, and accuracy (0 without predict).
+    -> tensors (), (): loss, and accuracy (0 unless it is to judge).
     """
 
     def sums(x, target, weight):
         logits = head(x).float()
-        loss = measure(logits, target) * weight
-        right = (predict(logits) == target) * weight if predict else weight.new_zeros(())
+        loss = measure.loss(logits, target) * weight
+        right = (measure.predict(logits) == target) * weight if judge else weight.new_zeros(())
         return torch.stack((loss.sum(), right.sum()))
 
     weight, size = weight.float(), max(1, CHUNK_BYTES // (4 * width))

@@ -12,19 +12,23 @@ a_r a vector of it. U_Q and U_K are matrices that project p. reset gives the row
 max_len + 1 rows: row max_len is the unknown, hidden position (TUPE has two more rows, for theta).
 P0 is the paper on relative position prediction, P1 TUPE, P3 "On Position Embeddings in BERT".
 
-An attention logit is    s_ij = q_i . k_j / sqrt(scale_terms * D) + bias_ij
-where scale_terms is 1, for tupe_* 2, for bert_ad 4. A scheme is a sum of components, and a
-component overrides some of four hooks, nothing else:
+An attention logit is    s_ij = q_i . k_j / sqrt(t D) + scores_ij + bias_ij,    t = scale_terms
+where t is 1, for tupe_* 2, deberta 3, bert_ad 4. A scheme is a sum of components, and a component
+overrides some of five hooks, nothing else:
 
-name (--pe)         from            hooks          what it adds
+    embed    adds to the input              scores    adds logits of words and places together
+    bias     adds logits of places alone    values    adds to what attention puts out
+    edit_qk  changes queries and keys
+
+name (--pe)         from            hooks          what it does
 none                P3              -              nothing: a bag of words
 abs, bert_a         P1 eq 3, P3     embed          x_i + p_i, a learned table
 sin                 Vaswani 2017    embed          x_i + [sin w_k i, cos w_k i], w_k = 10000^(-2k/C)
 lsin                P3              embed          the same with w learned
-rel                 Shaw 2018, P3   offset_tables  q_i . (k_j + a_r)/sqrt(D); output
+rel                 Shaw 2018, P3   scores values  q_i . (k_j + a_r) / sqrt(D); output
                                                    sum_j A_ij (v_j + a_r)
-rel_k               P1 eq 4         offset_tables  the key term alone, a table per layer
-rsin, rlsin         NEZHA, P3       offset_tables  rel with a = sinusoids of the signed offset, w
+rel_k               P1 eq 4         scores         the key term alone, a table a layer
+rsin, rlsin         NEZHA, P3       scores values  rel with a = sinusoids of the signed offset, w
                                                    fixed or learned
 t5                  P1 eq 5         bias           b_bucket(r) per head, shared by all layers
 abs+t5, bert_r      P1 eq 5         embed bias
@@ -40,18 +44,18 @@ bert_r_untie_cls    P1 sec 3.2      embed bias     abs + reset(t5)
 tupe_a_free         P1 sec 5        bias           reset(a free table M_h[i, j]), a failed attempt
 tupe_r_factored     P1 sec 5        bias           tupe_r with b_r = (a_r F_Q) . (a_r F_K), another
                                                    failed attempt
+deberta             He 2021         scores         (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q)
+                                                   / sqrt(3D), W_K and W_Q a layer
 rope                Su 2021         edit_qk        q, k rotated by position
 alibi               Press 2021      bias           -slope_h |r|
 
 and the sums of P3: abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Any other sum
 works too if no two parts use the same hook and none is marked `alone`: rope+t5, abs+alibi,
-sin+rel_k. One special case reaches into objectives.py: rel_k has a table a layer, so its pair head
-brings one of its own.
+sin+rel_k.
 """
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 
 import tiktoken
 import torch
@@ -59,7 +63,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import fast
-from common import check_settings, load_strict, read_checkpoint, setting
+from common import check_settings, read_checkpoint, setting
 
 UNKNOWN_POS = -1  # a hidden position (objective pmlm)
 N_SPECIALS = 8  # [CLS] [PAD] [SEP] [MASK] and four spare ones: the last ids of a vocabulary
@@ -90,6 +94,7 @@ class EncoderConfig:
     dropout: float = setting(0.1, "everywhere, attention included", "[0, 1)")
     attn_dropout: float = setting(0.1, allowed="[0, 1)")
     norm_eps: float = 1e-5
+    norm: str = setting("post", "LayerNorm after each sum, as in BERT, or before", ("post", "pre"))
 
     def __post_init__(self):
         check_settings(self)
@@ -97,8 +102,8 @@ class EncoderConfig:
             raise ValueError(
                 f"--d_model {self.d_model} is not a multiple of --n_head {self.n_head}"
             )
-        for name in parse_pe(self.pe):
-            width = component_class(name).even
+        for name, component in parse_pe(self.pe).items():
+            width = component.even
             if width and getattr(self, width) % 2:
                 raise ValueError(
                     f"--pe {name} pairs sines with cosines: {width} must be even, not "
@@ -117,41 +122,76 @@ class EncoderConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# Positions. `pos` is always (1 or B, L) int64.
+# Positions
 
 
-def offset_matrix(pos):
-    """(1 or B, L) positions -> (1 or B, L, L) offsets r_ij = pos_j - pos_i. P3 writes i - j: a
-    relabelling (departure)."""
-    return pos[:, None, :] - pos[:, :, None]
+class Positions:
+    """Where the tokens of a batch claim to stand: what every hook is given as `pos`.
 
-
-def hidden_pairs(pos):
-    """(1 or B, L) -> (1 or B, L, L) bool: i != j and at least one end hidden. A token's pair with
-    itself is never hidden: its offset is 0."""
-    hidden = pos == UNKNOWN_POS
-    diagonal = torch.eye(pos.size(1), dtype=torch.bool, device=pos.device)
-    return (hidden[:, None, :] | hidden[:, :, None]) & ~diagonal
-
-
-def table_index(pos, max_len: int):
-    """Row of an absolute table for each position; the unknown is row max_len.
-
-    Raises ValueError on rows longer than the table. The values of pos, which must be below max_len,
-    are not looked at: a GPU would have to be waited for.
+    ids (1 or B, L) int64: their positions, UNKNOWN_POS for a hidden one. in_order: are they 0 ..
+    L-1? Then tables of offsets are read faster.
     """
-    if pos.size(1) > max_len:
-        raise ValueError(
-            f"a row of {pos.size(1)} tokens, but the position table ends at {max_len} "
-            "(sin, lsin and the schemes of offsets alone go on beyond it)"
-        )
-    return torch.where(pos == UNKNOWN_POS, max_len, pos)
+
+    def __init__(self, ids, in_order=False):
+        self.ids = torch.atleast_2d(ids)  # (L,) -> (1, L), one for all rows
+        self.in_order, self.made = in_order, None
+
+    @property
+    def offsets(self):
+        """(1 or B, L, L): r_ij = pos_j - pos_i, key minus query, as in P3's eq 5."""
+        return self.ids[:, None, :] - self.ids[:, :, None]
+
+    @property
+    def hidden(self):
+        """(1 or B, L, L) bool: i != j and at least one end hidden. A token's pair with itself is
+        never hidden: its offset is 0."""
+        unknown = self.ids == UNKNOWN_POS
+        diagonal = torch.eye(unknown.size(1), dtype=torch.bool, device=unknown.device)
+        return (unknown[:, None, :] | unknown[:, :, None]) & ~diagonal
+
+    def places(self, max_len: int):
+        """(1 or B, L): rows of a table of max_len positions and, last, the unknown.
+
+        Raises ValueError on rows longer than the table. The values, which must be below max_len,
+        are not looked at: a GPU would have to be waited for.
+        """
+        if self.ids.size(1) > max_len:
+            raise ValueError(
+                f"a row of {self.ids.size(1)} tokens, but the position table ends at {max_len} "
+                "(sin, lsin and the schemes of offsets alone go on beyond it)"
+            )
+        return torch.where(self.ids == UNKNOWN_POS, max_len, self.ids)
+
+    @property
+    def pairs(self):
+        """Which row of a table of offsets belongs to which pair; made once, for all layers."""
+        if self.made is None:
+            in_order = self.in_order and fast.InOrder(self.ids.size(1), MAX_OFFSET)
+            self.made = in_order or Pairs(self)
+        return self.made
 
 
-def offset_index(pos):
-    """Row of a clipped offset table for each pair (B, L, L); the unknown is the last row."""
-    clipped = offset_matrix(pos).clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-    return torch.where(hidden_pairs(pos), 2 * MAX_OFFSET + 1, clipped)
+class Pairs:
+    """A table of offsets has a row r + 64 for each clipped offset r, and a last one for hidden
+    pairs. index (1 or B, L, L): each pair's row."""
+
+    def __init__(self, pos):
+        clipped = pos.offsets.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        self.index = torch.where(pos.hidden, 2 * MAX_OFFSET + 1, clipped)
+
+    def rows(self, table):
+        """The table in the form that pick and add_up index: unchanged, (R, ..)."""
+        return table
+
+    def pick(self, x):
+        """(B, H, L, R) -> (B, H, L, L): for each pair the entry of its row."""
+        index = self.index[:, None].expand(x.size(0), x.size(1), -1, -1)
+        return x.gather(-1, index)
+
+    def add_up(self, A, n_rows):
+        """(B, H, L, L) -> (B, H, L, R): the sum over j of the pairs that share a row."""
+        zeros = A.new_zeros(*A.shape[:-1], n_rows)
+        return zeros.scatter_add(-1, self.index[:, None].expand_as(A), A)
 
 
 def t5_bucket(r):
@@ -198,9 +238,10 @@ class XavierLinear(nn.Linear):
 
 
 class Component(nn.Module):
-    """To add a scheme, subclass this, override some of its four hooks, and add a line to SCHEMES.
+    """To add a scheme, subclass this, override some of its five hooks, and add a line to SCHEMES.
 
-    probe.py draws what offset_tables gives: row r + 64 for offset r.
+    pos is a Positions; pairs with a hidden end (pos.hidden) want a value of their own: their offset
+    would be nonsense.
     """
 
     scale_terms = 1  # content logits are divided by sqrt(scale_terms * D)
@@ -211,24 +252,36 @@ class Component(nn.Module):
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
+        self.scale = (self.scale_terms * cfg.d_head) ** -0.5
 
     def embed(self, pos):
         """-> (1 or B, L, C), added to the token embedding."""
 
     def bias(self, pos):
         """-> (1 or B, H, L, L) logits without words, made once for all layers of an encoder (and
-        once more for the pair head). Pairs with a hidden end (hidden_pairs) have a value of their
-        own: their offset would be nonsense."""
+        once more for the pair head)."""
 
     def edit_qk(self, q, k, pos):
         """q, k (B, H, L, D) -> the same, edited, in every layer."""
 
-    def offset_tables(self, layer):
-        """-> key vectors (R, D) and value vectors (R, D) or None; row r + 64 for offset r, clipped,
-        the last row for a hidden one."""
+    def scores(self, q, k, pos, layer):
+        """-> (B, H, L, L) logits of words and places together, in every layer. q, k (B, H, L, D)
+        are the words', not edited; q is divided by sqrt(scale_terms D) already, as in q_i . k_j. A
+        term without q is multiplied by self.scale. layer: see weights_of."""
+
+    def values(self, A, pos, layer):
+        """A (B, H, L, L), the attention -> (B, H, L, D), added to A v."""
+
+    def layer_weights(self, cfg):
+        """-> a module of what one layer has of its own, where layers differ. The pair head, which
+        is one more layer, has one too."""
+
+    def weights_of(self, layer, layers):
+        """Those of a layer, given by its number, or by its weights themselves (the pair head)."""
+        return layers[layer] if isinstance(layer, int) else layer
 
 
-HOOKS = ("embed", "bias", "edit_qk", "offset_tables")
+HOOKS = ("embed", "bias", "edit_qk", "scores", "values")
 
 
 class NoPositions(Component):
@@ -243,11 +296,11 @@ class Absolute(Component):
         self.table = nn.Embedding(cfg.max_len + 1, cfg.d_model)
 
     def embed(self, pos):
-        return self.table(table_index(pos, self.table.num_embeddings - 1))
+        return self.table(pos.places(self.table.num_embeddings - 1))
 
 
 class Sinusoidal(Component):
-    """Sines and cosines of the position, at fixed or learned frequencies.
+    """Sines and cosines of the position, at fixed frequencies.
 
     Token embeddings are scaled by sqrt(C) (departure: unit sinusoids would drown N(0, .02) tokens
     35 to 1).
@@ -255,57 +308,109 @@ class Sinusoidal(Component):
 
     scale_tokens = True
     even = "d_model"
+    learned = False
 
-    def __init__(self, cfg, learned=False):
+    def __init__(self, cfg):
         super().__init__(cfg)
         self.unknown = normal(cfg.d_model)
         w = frequencies(cfg.d_model)
-        self.w = nn.Parameter(w) if learned else nn.Buffer(w)
+        self.w = nn.Parameter(w) if self.learned else nn.Buffer(w)
 
     def embed(self, pos):
-        hidden = (pos == UNKNOWN_POS)[..., None]
-        return torch.where(hidden, self.unknown, sinusoids(pos, self.w))
+        unknown = (pos.ids == UNKNOWN_POS)[..., None]
+        return torch.where(unknown, self.unknown, sinusoids(pos.ids, self.w))
+
+
+class LearnedSinusoidal(Sinusoidal):
+    learned = True
 
 
 class Relative(Component):
-    """One learned table for keys and values, shared by heads and layers (Shaw 2018, P3)."""
+    """Keys and values know the offset (Shaw 2018, P3), by one learned table for heads and layers:
+
+    s_ij = q_i . (k_j + a_r) / sqrt(D)        output_i = sum_j A_ij (v_j + a_r)
+    """
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.table = nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head)
 
-    def offset_tables(self, layer):
-        return self.table.weight, self.table.weight
+    def vectors(self, layer):
+        """a (R, D): row r + 64 for offset r, clipped, the last row for a hidden one."""
+        return self.table.weight
+
+    # Never an (L, L, D) tensor: q_i . a_r for all R rows of the table, then each pair picks its
+    # own; and first the weight that each i gives to each offset, then its product with the table.
+
+    def scores(self, q, k, pos, layer):
+        a = pos.pairs.rows(self.vectors(layer)).to(q.dtype)
+        return pos.pairs.pick(q @ a.t())  # (B, H, L, R) -> (B, H, L, L)
+
+    def values(self, A, pos, layer):
+        a = pos.pairs.rows(self.vectors(layer)).to(A.dtype)
+        return pos.pairs.add_up(A, len(a)) @ a  # (B, H, L, R) @ (R, D)
 
 
-class RelativeKeys(Component):
+class RelativeKeys(Relative):
     """Key side only, a table a layer (P1 eq 4)."""
 
+    values = Component.values  # not used
+
     def __init__(self, cfg):
-        super().__init__(cfg)
-        tables = [nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head) for _ in range(cfg.n_layer)]
-        self.tables = nn.ModuleList(tables)
+        Component.__init__(self, cfg)
+        self.tables = nn.ModuleList(self.layer_weights(cfg) for _ in range(cfg.n_layer))
 
-    def offset_tables(self, layer):
-        return self.tables[layer].weight, None
+    def layer_weights(self, cfg):
+        return nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_head)
+
+    def vectors(self, layer):
+        return self.weights_of(layer, self.tables).weight
 
 
-class RelativeSinusoidal(Component):
+class RelativeSinusoidal(Relative):
     """rel with sinusoids of the signed offset (NEZHA takes the shifted index: departure)."""
 
     even = "d_head"
+    learned = False
 
-    def __init__(self, cfg, learned=False):
-        super().__init__(cfg)
+    def __init__(self, cfg):
+        Component.__init__(self, cfg)
         self.unknown = normal(1, cfg.d_head)
         w = frequencies(cfg.d_head)
-        self.w = nn.Parameter(w) if learned else nn.Buffer(w)
+        self.w = nn.Parameter(w) if self.learned else nn.Buffer(w)
 
-    def offset_tables(self, layer):
+    def vectors(self, layer):
         r = torch.arange(-MAX_OFFSET, MAX_OFFSET + 1, device=self.w.device)
-        known = sinusoids(r, self.w)
-        table = torch.cat((known, self.unknown))  # (2*64 + 2, D)
-        return table, table
+        return torch.cat((sinusoids(r, self.w), self.unknown))  # (2*64 + 2, D)
+
+
+class LearnedRelativeSinusoidal(RelativeSinusoidal):
+    learned = True
+
+
+class Deberta(Component):
+    """Words look for places and places for words (He 2021), each layer with projections of its own:
+
+    s_ij = (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q) / sqrt(3D)
+    """
+
+    alone = True
+    scale_terms = 3
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.table = nn.Embedding(2 * MAX_OFFSET + 2, cfg.d_model)
+        self.layers = nn.ModuleList(self.layer_weights(cfg) for _ in range(cfg.n_layer))
+
+    def layer_weights(self, cfg):
+        return nn.Linear(cfg.d_model, 2 * cfg.d_model, bias=False)  # W_K and W_Q
+
+    def scores(self, q, k, pos, layer):
+        a = self.weights_of(layer, self.layers)(pos.pairs.rows(self.table.weight))  # (R, 2C)
+        a_k, a_q = a.unflatten(-1, (2, q.size(1), -1)).permute(1, 2, 3, 0)  # (H, D, R) each
+        to_places = pos.pairs.pick(q @ a_k)  # (B, H, L, R) -> (B, H, L, L)
+        from_places = pos.pairs.pick(k * self.scale @ a_q)  # [j, i]: the offset from j to i is -r
+        return to_places + from_places.transpose(-1, -2)
 
 
 class T5Bias(Component):
@@ -316,8 +421,7 @@ class T5Bias(Component):
         self.table = nn.Embedding(T5_BUCKETS + 1, cfg.n_head)
 
     def bias(self, pos):
-        bucket = t5_bucket(offset_matrix(pos))  # (B, L, L)
-        bucket = torch.where(hidden_pairs(pos), T5_BUCKETS, bucket)
+        bucket = torch.where(pos.hidden, T5_BUCKETS, t5_bucket(pos.offsets))  # (B, L, L)
         return self.table(bucket).permute(0, 3, 1, 2)  # (B, L, L, H) -> (B, H, L, L)
 
 
@@ -335,7 +439,7 @@ class FactoredBias(Component):
         r = self.table.weight
         b = self.f_q(r) * self.f_k(r)  # (R, C)
         b = b.view(len(r), self.n_head, -1).sum(-1)  # (R, H)
-        b = F.embedding(offset_index(pos), b)  # (B, L, L, H)
+        b = F.embedding(Pairs(pos).index, b)  # (B, L, L, H)
         return b.permute(0, 3, 1, 2)  # (B, H, L, L)
 
 
@@ -358,9 +462,9 @@ class Alibi(Component):
         return powers(n) + more[: n_head - n]
 
     def bias(self, pos):
-        distance = offset_matrix(pos).abs()[:, None]  # (B, 1, L, L)
+        distance = pos.offsets.abs()[:, None]  # (B, 1, L, L)
         bias = -self.slopes * distance.to(self.slopes.dtype)  # (B, H, L, L)
-        return torch.where(hidden_pairs(pos)[:, None], self.unknown, bias)
+        return torch.where(pos.hidden[:, None], self.unknown, bias)
 
 
 class Rotary(Component):
@@ -375,7 +479,7 @@ class Rotary(Component):
         self.w = nn.Buffer(frequencies(cfg.d_head))
 
     def edit_qk(self, q, k, pos):
-        angles = pos[..., None].to(self.w.dtype) * self.w  # (B, L, D/2)
+        angles = pos.ids[..., None].to(self.w.dtype) * self.w  # (B, L, D/2)
         cos = angles.cos().to(q.dtype)[:, None]  # (B, 1, L, D/2)
         sin = angles.sin().to(q.dtype)[:, None]
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
@@ -409,7 +513,7 @@ class UntiedTable(nn.Module):
         (rows, C)."""
         p = self.norm(self.table.weight)  # (rows, C)
         all_q, all_k = self.u_q(p), self.u_k(p)
-        rows = table_index(pos, self.max_len)
+        rows = pos.places(self.max_len)
         heads = (*rows.shape, self.n_head, -1)  # (1 or B, L, H, D)
         q = F.embedding(rows, all_q).view(heads)
         k = F.embedding(rows, all_k).view(heads)
@@ -444,13 +548,13 @@ class Tupe(Component):
 
     alone = True
     scale_terms = 2
+    relative = None  # what makes b_r
+    reset = True
 
-    def __init__(self, cfg, relative=None, reset=True):
+    def __init__(self, cfg):
         super().__init__(cfg)
-        self.positions = UntiedTable(cfg, extra_rows=2 if reset else 0)
-        self.offsets = relative(cfg) if relative else None  # tupe_r: T5's b_r
-        self.scale = (self.scale_terms * cfg.d_head) ** -0.5
-        self.reset = reset
+        self.positions = UntiedTable(cfg, extra_rows=2 if self.reset else 0)
+        self.offsets = self.relative(cfg) if self.relative else None
 
     def bias(self, pos):
         # Each position has a vector p_i. Two matrices, U_Q and U_K, project all of them, and no
@@ -471,6 +575,22 @@ class Tupe(Component):
         return reset_cls(v, theta * self.scale)
 
 
+class TupeR(Tupe):
+    relative = T5Bias
+
+
+class TupeATieCls(Tupe):
+    reset = False
+
+
+class TupeRTieCls(TupeR):
+    reset = False
+
+
+class TupeRFactored(Tupe):
+    relative = FactoredBias
+
+
 class TupeFree(Component):
     """TUPE-A with a free table in place of p_i U_Q . p_j U_K (P1 sec 5, a failed attempt)."""
 
@@ -484,7 +604,7 @@ class TupeFree(Component):
 
     def bias(self, pos):
         H, T, _ = self.table.shape
-        row = table_index(pos, T - 1)
+        row = pos.places(T - 1)
         cell = row[:, :, None] * T + row[:, None, :]  # (B, L, L)
         cells = self.table.view(H, T * T).t()
         v = F.embedding(cell, cells)  # (B, L, L, H)
@@ -520,168 +640,121 @@ class BertAD(Component):
         return q + p_q, k + p_k
 
 
-# Every name of --pe, in the order of the table above: a class, or the sum that it stands for.
+# Every name of --pe, in the order of the table above: the components that it adds up.
 SCHEMES = {
-    "none": NoPositions,
-    "abs": Absolute,
-    "bert_a": "abs",
-    "sin": Sinusoidal,
-    "lsin": partial(Sinusoidal, learned=True),
-    "rel": Relative,
-    "rel_k": RelativeKeys,
-    "rsin": RelativeSinusoidal,
-    "rlsin": partial(RelativeSinusoidal, learned=True),
-    "abs+rel": "abs+rel",
-    "abs+rsin": "abs+rsin",
-    "abs+rlsin": "abs+rlsin",
-    "lsin+rel": "lsin+rel",
-    "lsin+rsin": "lsin+rsin",
-    "lsin+rlsin": "lsin+rlsin",
-    "t5": T5Bias,
-    "abs+t5": "abs+t5",
-    "bert_r": "abs+t5",
-    "bert_ad": BertAD,
-    "tupe_a": Tupe,
-    "tupe_r": partial(Tupe, relative=T5Bias),
-    "tupe_a_tie_cls": partial(Tupe, reset=False),
-    "tupe_r_tie_cls": partial(Tupe, relative=T5Bias, reset=False),
-    "t5_untie_cls": T5UntieCls,
-    "bert_r_untie_cls": "abs+t5_untie_cls",
-    "tupe_a_free": TupeFree,
-    "tupe_r_factored": partial(Tupe, relative=FactoredBias),
-    "rope": Rotary,
-    "alibi": Alibi,
+    "none": [NoPositions],
+    "abs": [Absolute],
+    "bert_a": [Absolute],
+    "sin": [Sinusoidal],
+    "lsin": [LearnedSinusoidal],
+    "rel": [Relative],
+    "rel_k": [RelativeKeys],
+    "rsin": [RelativeSinusoidal],
+    "rlsin": [LearnedRelativeSinusoidal],
+    "abs+rel": [Absolute, Relative],
+    "abs+rsin": [Absolute, RelativeSinusoidal],
+    "abs+rlsin": [Absolute, LearnedRelativeSinusoidal],
+    "lsin+rel": [LearnedSinusoidal, Relative],
+    "lsin+rsin": [LearnedSinusoidal, RelativeSinusoidal],
+    "lsin+rlsin": [LearnedSinusoidal, LearnedRelativeSinusoidal],
+    "t5": [T5Bias],
+    "abs+t5": [Absolute, T5Bias],
+    "bert_r": [Absolute, T5Bias],
+    "bert_ad": [BertAD],
+    "tupe_a": [Tupe],
+    "tupe_r": [TupeR],
+    "tupe_a_tie_cls": [TupeATieCls],
+    "tupe_r_tie_cls": [TupeRTieCls],
+    "t5_untie_cls": [T5UntieCls],
+    "bert_r_untie_cls": [Absolute, T5UntieCls],
+    "tupe_a_free": [TupeFree],
+    "tupe_r_factored": [TupeRFactored],
+    "deberta": [Deberta],
+    "rope": [Rotary],
+    "alibi": [Alibi],
 }
 PE_NAMES = list(SCHEMES)
 
 
-def component_class(name):
-    return getattr(SCHEMES[name], "func", SCHEMES[name])  # looks through partial()
+def used_hooks(component):
+    return [hook for hook in HOOKS if getattr(component, hook) is not getattr(Component, hook)]
 
 
-def used_hooks(name):
-    cls = component_class(name)
-    return [hook for hook in HOOKS if getattr(cls, hook) is not getattr(Component, hook)]
-
-
-def parse_pe(pe: str) -> list[str]:
-    """'abs+t5' -> ['abs', 't5']. Raises ValueError, with the reason, on what is not legal; names
-    in SCHEMES always are."""
-    parts = []
-    for name in pe.split("+"):
-        meaning = SCHEMES.get(name)
-        parts += meaning.split("+") if isinstance(meaning, str) else [name]
-    owner = {}
-    for part in parts:
-        if part not in SCHEMES:
+def parse_pe(pe: str) -> dict:
+    """'bert_r' -> {'abs': Absolute, 't5': T5Bias}. Raises ValueError, with the reason, on what is
+    not legal; names in SCHEMES always are."""
+    components, owner = [], {}
+    for name in [pe] if pe in SCHEMES else pe.split("+"):
+        if name not in SCHEMES:
             raise ValueError(
-                f"unknown pe {part!r}; choose from {', '.join(PE_NAMES)}, or a sum such as rope+t5"
+                f"unknown pe {name!r}; choose from {', '.join(PE_NAMES)}, or a sum such as rope+t5"
             )
-        if len(parts) == 1 or pe in SCHEMES:
-            continue
-        if component_class(part).alone:
-            raise ValueError(f"pe {pe}: {part} stands alone, it cannot be part of a sum")
-        for hook in used_hooks(part):
+        components += SCHEMES[name]
+    # A component is called by the first name that it has alone.
+    alone = {parts[0]: name for name, parts in reversed(SCHEMES.items()) if len(parts) == 1}
+    parts = {alone[component]: component for component in components}
+    for name, component in parts.items() if pe not in SCHEMES else ():
+        if component.alone:
+            raise ValueError(f"pe {pe}: {name} stands alone, it cannot be part of a sum")
+        for hook in used_hooks(component):
             if hook in owner:
                 raise ValueError(
-                    f"pe {pe}: {owner[hook]} and {part} both use the hook {hook!r}; a "
-                    "sum may use each hook once"
+                    f"pe {pe}: {owner[hook]} and {name} both use the hook {hook!r}; a sum may use "
+                    "each hook once"
                 )
-            owner[hook] = part
+            owner[hook] = name
     return parts
 
 
-class Pairs:
-    """Which row of a table of offsets belongs to which pair: index (1 or B, L, L)."""
-
-    def __init__(self, index):
-        self.index = index
-
-    def rows(self, table):
-        """The table in the form that pick and add_up index: unchanged, (R, D)."""
-        return table
-
-    def pick(self, x):
-        """(B, H, L, R) -> (B, H, L, L): for each pair the entry of its row."""
-        index = self.index[:, None].expand(x.size(0), x.size(1), -1, -1)
-        return x.gather(-1, index)
-
-    def add_up(self, A, n_rows):
-        """(B, H, L, L) -> (B, H, L, R): the sum over j of the pairs that share a row."""
-        zeros = A.new_zeros(*A.shape[:-1], n_rows)
-        return zeros.scatter_add(-1, self.index[:, None].expand_as(A), A)
-
-
 class PositionalScheme(nn.Module):
-    """The sum of a scheme's components: who does what at each of the four hooks."""
+    """The sum of a scheme's components."""
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
-        names = parse_pe(cfg.pe)
-        self.parts = nn.ModuleDict({name: SCHEMES[name](cfg) for name in names})
-        parts = self.parts.values()
-        n_terms = max(part.scale_terms for part in parts)
-        self.scale = (n_terms * cfg.d_head) ** -0.5
-        scaled = any(part.scale_tokens for part in parts)
+        parts = {name: component(cfg) for name, component in parse_pe(cfg.pe).items()}
+        self.parts = nn.ModuleDict(parts)
+        self.part_with = dict.fromkeys(HOOKS)  # hook -> the one part that uses it, or None
+        for part in parts.values():
+            for hook in used_hooks(type(part)):
+                self.part_with[hook] = part
+        self.scale = min(part.scale for part in parts.values())
+        scaled = any(part.scale_tokens for part in parts.values())
         self.token_scale = cfg.d_model**0.5 if scaled else 1.0
-        self.hidden_ok = all(part.hidden_ok for part in parts)
-        self.at = dict.fromkeys(HOOKS)  # hook -> the one part that uses it, or None
-        for name, part in self.parts.items():
-            for hook in used_hooks(name):
-                self.at[hook] = part
-        self.in_logits = any(self.at[hook] for hook in HOOKS if hook != "embed")
+        self.hidden_ok = all(part.hidden_ok for part in parts.values())
+        self.in_logits = any(self.part_with[hook] for hook in HOOKS if hook != "embed")
 
-    def own_table(self):
-        """The pair head's table of offsets, where each attention layer has its own: rel_k."""
-        if "rel_k" not in self.parts:
-            return None
-        shape = self.parts["rel_k"].tables[0].weight.shape
-        return nn.Embedding(*shape)
+    def layer_weights(self, cfg):
+        """-> what one more layer, the pair head, has of its own, or None."""
+        part = self.part_with["scores"]
+        return part.layer_weights(cfg) if part else None
 
     def bias_and_mask(self, pos, pad, causal, dtype):
         """What is added to the logits of every layer: the scheme's bias, and -inf where pad or
         causal forbid to look -> (1 or B, 1 or H, L, L), (L, L) of causal alone, or None."""
         bias = masked = None
-        if self.at["bias"]:
-            bias = self.at["bias"].bias(pos)
+        if self.part_with["bias"]:
+            bias = self.part_with["bias"].bias(pos)
         if pad is not None:
             masked = pad[:, None, None, :]  # (B, 1, 1, L)
-        L = pos.size(1)
+        L, device = pos.ids.size(1), pos.ids.device
         if causal:  # by index, not by position
-            future = torch.ones(L, L, dtype=torch.bool, device=pos.device).triu(1)
+            future = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
             masked = future if masked is None else masked | future
         if masked is not None:
             if bias is None:
-                bias = torch.zeros(L, L, dtype=dtype, device=pos.device)
+                bias = torch.zeros(L, L, dtype=dtype, device=device)
             bias = bias.masked_fill(masked, float("-inf"))
         return None if bias is None else bias.to(dtype).contiguous()
 
-    def terms(self, q, k, pos, layer, bias, in_order=False, key_table=None):
-        """-> q, k, bias such that the logits are scale * q k^T + bias, and what is added to the
-        values: (pairs, table) or None. key_table: the pair head's own."""
-        plain = q
-        if self.at["edit_qk"]:
-            q, k = self.at["edit_qk"].edit_qk(q, k, pos)
-        if self.at["offset_tables"] is None:
-            return q, k, bias, None
-        if key_table is not None:
-            keys, values = key_table.weight, None
-        else:
-            part = self.at["offset_tables"]
-            keys, values = part.offset_tables(layer)
-        # q_i . a_r for all R rows, then each pair picks its row: never an (L, L, D) tensor. With
-        # rope, q is taken before its rotation, for a_r is not rotated.
-        if in_order:  # pos is 0 .. L-1
-            pairs = fast.InOrder(q.size(2), MAX_OFFSET)
-        else:
-            pairs = Pairs(offset_index(pos))
-        keys = pairs.rows(keys).to(q.dtype)  # (R, D)
-        term = plain * self.scale @ keys.t()  # (B, H, L, R)
-        term = pairs.pick(term)  # (B, H, L, L)
-        bias = term if bias is None else term + bias
-        if values is None:
-            return q, k, bias, None
-        return q, k, bias, (pairs, pairs.rows(values))
+    def terms(self, q, k, pos, layer, bias):
+        """-> q, k, bias such that a layer's logits are scale * q k^T + bias."""
+        scores = None
+        if part := self.part_with["scores"]:
+            scores = part.scores(q * self.scale, k, pos, layer)  # (B, H, L, L)
+            bias = scores if bias is None else scores + bias
+        if part := self.part_with["edit_qk"]:
+            q, k = part.edit_qk(q, k, pos)
+        return q, k, bias
 
 
 # --------------------------------------------------------------------------------------------------
@@ -689,13 +762,12 @@ class PositionalScheme(nn.Module):
 
 
 class Block(nn.Module):
-    """Post-LN Transformer layer: attention, then feed-forward with exact GELU, each
-    x = LN(x + f(x))."""
+    """Transformer layer: attention, then feed-forward with exact GELU, each x = LN(x + f(x)), or,
+    with norm pre, x = x + f(LN(x))."""
 
     def __init__(self, cfg: EncoderConfig, layer: int):
         super().__init__()
-        self.layer = layer
-        self.n_head = cfg.n_head
+        self.layer, self.n_head, self.pre = layer, cfg.n_head, cfg.norm == "pre"
         self.attn_dropout = cfg.attn_dropout
         self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model)
         self.out = nn.Linear(cfg.d_model, cfg.d_model)
@@ -705,44 +777,48 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
         self.drop = fast.dropout(cfg.dropout)
 
+    def forward(self, x, scheme, pos, bias):
+        """x (B, L, C), the scheme, its Positions and bias_and_mask -> (B, L, C)."""
+        y = self.drop(self.attend(x, scheme, pos, bias))
+        if self.pre:
+            x = x + y
+            return x + self.drop(self.feed_forward(self.norm2(x)))
+        x = self.norm1(x + y)
+        return self.norm2(x + self.drop(self.feed_forward(x)))
+
     def heads(self, x):
         """(B, L, C) -> q, k, v, (B, H, L, D) each."""
-        x = self.qkv(x)  # (B, L, 3C)
+        x = self.qkv(self.norm1(x) if self.pre else x)  # (B, L, 3C)
         x = x.unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
         return x.permute(2, 0, 3, 1, 4)
 
-    def forward(self, x, scheme, pos, bias, in_order):
-        """x (B, L, C), the scheme, pos (1 or B, L), its bias_and_mask; in_order: is pos 0 .. L-1?
-        -> (B, L, C)."""
+    def attend(self, x, scheme, pos, bias):
         B, L, C = x.shape
         q, k, v = self.heads(x)
         p = self.attn_dropout if self.training else 0.0
-        # What the scheme does to queries and keys, and its part of the scores.
-        q, k, bias, for_values = scheme.terms(q, k, pos, self.layer, bias, in_order)
-        if q.is_cuda and for_values is None:
+        # What the scheme does to queries and keys, and its part of the logits.
+        q, k, bias = scheme.terms(q, k, pos, self.layer, bias)
+        part = scheme.part_with["values"]
+        if q.is_cuda and part is None:
             y = fast.attention(q, k, v, bias, p, scheme.scale)
         else:
-            # Who looks where: q_i . k_j, plus what the scheme says of (i, j) whatever the words.
-            scores = q * scheme.scale @ k.transpose(-1, -2)  # (B, H, L, L)
-            scores = scores if bias is None else scores + bias
-            A = scores.softmax(-1)  # a row sums to 1 over the keys
+            # Who looks where: q_i . k_j, plus what the scheme says of (i, j).
+            logits = q * scheme.scale @ k.transpose(-1, -2)  # (B, H, L, L)
+            logits = logits if bias is None else logits + bias
+            A = logits.softmax(-1)  # a row sums to 1 over the keys
             A = fast.drop(A, p) if p else A
             y = A @ v  # (B, H, L, D)
-            if for_values is not None:
-                # rel: sum_j A_ij a_r(ij). First the weight that each row i gives to each offset,
-                # then one product: (B, H, L, R) @ (R, D).
-                pairs, values = for_values
-                weights = pairs.add_up(A, len(values))
-                y = y + weights @ values.to(A.dtype)
-        y = y.transpose(1, 2).reshape(B, L, C)  # (B, H, L, D) -> (B, L, C)
-        x = self.norm1(x + self.drop(self.out(y)))
-        y = self.fc2(F.gelu(self.fc1(x)))
-        return self.norm2(x + self.drop(y))
+            if part is not None:
+                y = y + part.values(A, pos, self.layer)
+        return self.out(y.transpose(1, 2).reshape(B, L, C))  # (B, H, L, D) -> (B, L, C)
+
+    def feed_forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class Encoder(nn.Module):
-    """Token embedding (+ input positions) -> LayerNorm -> dropout -> n_layer blocks. No segment
-    embeddings (P3's BERT has them: departure)."""
+    """Token embedding (+ input positions) -> LayerNorm -> dropout -> n_layer blocks (-> LayerNorm,
+    with norm pre). No segment embeddings (P3's BERT has them: departure)."""
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
@@ -754,6 +830,8 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
         self.drop = fast.dropout(cfg.dropout)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        last = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.norm_last = last if cfg.norm == "pre" else None
         self.apply(init_weights)
 
     def forward(self, tokens, pos=None, pad=None, causal=False, n_layer=None):
@@ -763,34 +841,39 @@ class Encoder(nn.Module):
         UNKNOWN_POS = hidden; pad (B, L) bool, True = padding; n_layer: stop after so many blocks.
         -> (B, L, C). Raises ValueError if a row is longer than a table of positions.
         """
-        in_order = pos is None  # then tables of offsets are read faster
         if pos is None:
-            pos = torch.arange(tokens.size(1), device=tokens.device)
-        pos = torch.atleast_2d(pos)  # (L,) -> (1, L), one for all rows
+            pos = Positions(torch.arange(tokens.size(1), device=tokens.device), in_order=True)
+        else:
+            pos = Positions(pos)
         x = self.drop(self.embed(tokens, pos))
         bias = self.pe.bias_and_mask(pos, pad, causal, compute_dtype(x))
         for block in self.blocks[:n_layer]:
-            x = block(x, self.pe, pos, bias, in_order)
+            x = block(x, self.pe, pos, bias)
+        if self.norm_last is not None and n_layer is None:
+            x = self.norm_last(x)
         return x
 
     def embed(self, tokens, pos):
-        """The input of the first layer, before dropout: words, plus positions where the scheme adds
-        them -> (B, L, C)."""
+        """The input of the first layer, before dropout: words, plus positions (a Positions) where
+        the scheme adds them -> (B, L, C)."""
         x = self.tok(tokens) * self.pe.token_scale
-        if self.pe.at["embed"]:
-            x = x + self.pe.at["embed"].embed(pos)
+        if part := self.pe.part_with["embed"]:
+            x = x + part.embed(pos)
         return self.norm(x)
 
-    def logits(self, q, k, pos, layer, pad=None, causal=False, key_table=None):
+    def logits(self, q, k, pos, layer, pad=None, causal=False):
         """Attention logits before the softmax, as an attention layer of this model has them.
 
-        q, k (B, H, L, D); pos (1 or B, L); layer an index; key_table an nn.Embedding, the pair
-        head's own where own_table() gives one -> (B, H, L, L).
+        q, k (B, H, L, D); pos (L,) or (B, L); layer an index, or what pe.layer_weights gave
+        -> (B, H, L, L).
         """
+        pos = Positions(pos)
         bias = self.pe.bias_and_mask(pos, pad, causal, q.dtype)
-        q, k, bias, _ = self.pe.terms(q, k, pos, layer, bias, key_table=key_table)
-        scores = q * self.pe.scale @ k.transpose(-1, -2)
-        return scores if bias is None else scores + bias
+        q, k, bias = self.pe.terms(q, k, pos, layer, bias)
+        logits = q * self.pe.scale @ k.transpose(-1, -2)
+        return logits if bias is None else logits + bias
+
+    # For probing
 
     @torch.no_grad()
     def layer_logits(self, tokens, layer=0, pos=None, pad=None, causal=False):
@@ -799,7 +882,6 @@ class Encoder(nn.Module):
         self.eval()
         if pos is None:
             pos = torch.arange(tokens.size(1), device=tokens.device)
-        pos = torch.atleast_2d(pos)
         x = self(tokens, pos, pad, causal, n_layer=layer)
         q, k, _ = self.blocks[layer].heads(x)
         self.train(was_training)
@@ -852,3 +934,69 @@ def load(path, **override) -> Encoder:
             weights[key.removeprefix("encoder.")] = value
     load_strict(encoder, weights, path)
     return encoder.eval()
+
+
+def load_strict(module, weights, path):
+    """load_state_dict, whose complaint about keys or shapes becomes one line."""
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        why = " ".join(str(error).split()).partition(": ")[2]
+        raise ValueError(f"{path} does not fit this model: {why:.300}") from None
+
+
+def warm_start(module, checkpoint, path) -> dict:
+    """Load what fits of a checkpoint's weights into a module with another scheme, objective or
+    max_len.
+
+    Weights are matched by name, so those of another positional scheme start fresh (P3 swaps the
+    scheme under a trained model). With a larger max_len the trained rows of tables are kept and the
+    new ones start fresh (P3 trains at 128, then at 512).
+    -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}, names.
+    Raises ValueError when the encoders differ in anything else.
+    """
+    given, own = checkpoint["model"], module.state_dict()
+    old, new = checkpoint["config"], asdict(module.encoder.config)
+    old = {**asdict(EncoderConfig()), **old}  # a field that is younger than the run had its default
+    fixed = sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"})
+    differ = [
+        f"{key} is {old[key]} there and {new[key]} here" for key in fixed if old[key] != new[key]
+    ]
+    if differ:
+        raise ValueError(
+            f"{path}: {', '.join(differ)}; only the positional scheme, the objective "
+            "and a larger --block_size may differ"
+        )
+    old_len, more = old["max_len"], new["max_len"] - old["max_len"]
+    if more < 0:
+        raise ValueError(
+            f"{path} has rows of {old_len}; --block_size {new['max_len']} would cut "
+            f"them: take at least {old_len}"
+        )
+    done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
+    for key, fresh in own.items():
+        sizes = list(zip(given[key].shape, fresh.shape)) if key in given else []
+        if key in given and given[key].shape == fresh.shape:
+            fresh.copy_(given[key])
+            done["loaded"].append(key)
+        elif more and sizes and all(b - a in (0, more, 2 * more) for a, b in sizes):
+            grow(fresh, given[key], old_len, more)
+            done["grown"].append(key)
+        else:  # not there, or a head with other classes
+            done["new"].append(key)
+    return done
+
+
+def grow(fresh, trained, old_len, more):
+    """Copy a table for old_len positions into one for `more` of them: rows keep their position,
+    what follows them (the unknown, theta) moves to the new end; the pair head's classes keep their
+    offset."""
+    index = []
+    for old, new in zip(trained.shape, fresh.shape):
+        rows = torch.arange(old)
+        if new - old == 2 * more:  # class = offset + L - 1
+            rows += more
+        elif new > old:
+            rows[old_len:] += more
+        index.append(rows)
+    fresh[torch.meshgrid(*index, indexing="ij")] = trained.to(fresh.device)

@@ -46,128 +46,49 @@ from model import N_SPECIALS, UNKNOWN_POS, Encoder, XavierLinear, compute_dtype,
 PAIR_HIDDEN = 64  # width of the pair head's MLP
 
 
-@dataclass
-class ObjectiveConfig:
-    """Every default of the objectives; all are flags.
-
-    Raises ValueError on a value that is impossible or would have no effect (but for the two rates:
-    presets set mask_rate, and train.py prints a note).
-    """
-
-    objective: str = setting("mlm", "what is predicted, or a sum such as mlm+pplm")
-    loss_weights: tuple | None = setting(None, "one for each part of the sum", "(0, 1e9)")
-    mask_rate: float = setting(0.15, "share of tokens selected", "(0, 1)")
-    whole_word: bool = setting(False, "select whole words")
-    mlm_on: str = setting(
-        "masked",
-        "score the masked tokens, or all (P2's MLM+TP: the two means added)",
-        ("masked", "all"),
-    )
-    pos_rate: float = setting(0.60, "share of positions hidden or permuted (P0)", "(0, 1)")
-    pair_loss: str = setting(
-        "ce", "how a pair's offset is scored (P0's future work)", ("ce", "wasserstein", "smooth_l1")
-    )
-    pair_scores: str = setting(
-        "total",
-        "the pair head with the scheme's positional terms, or "
-        "content: without (P0's formula, scaled)",
-        ("total", "content"),
-    )
-    pair_head: str = setting("mlp", "between the scores and the classes", ("mlp", "linear"))
-    pair_from: str = setting(
-        "own",
-        "scores of a layer of the head's own, or of the last block, as "
-        "in P0: its value, output and FFN weights then learn nothing, and "
-        "the encoder runs twice",
-        ("own", "last"),
-    )
-    tc_on: str = setting(
-        "all",
-        "which tokens are anchors; masked: P2's concentrated TACO",
-        ("all", "masked", "unmasked"),
-    )
-    tc_embedding: str = setting(
-        "input",
-        "what is subtracted from the hidden state: the word seen, "
-        "the word there was, word and position (P2's code)",
-        ("input", "original", "input_layer"),
-    )
-    tc_window: int = setting(5, "odd: positives stand at most (W-1)/2 away", "[3, 1e5]")
-    tc_negatives: int = setting(50, "tokens of other rows", "[1, 1e5]")
-    tc_temperature: float = setting(0.07, "of the softmax over cosines", "(0, 1e9)")
-
-    def __post_init__(self):
-        check_settings(self)
-        if self.tc_window % 2 == 0:
-            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd")
-        # Parts in the order of corruption, whatever the spelling, and their weights with them.
-        given = spell_out(self.objective)
-        names = parse_objective(self.objective)
-        if self.loss_weights is not None:
-            if len(self.loss_weights) != len(given):
-                raise ValueError(f"--loss_weights: {'+'.join(given)} wants {len(given)} numbers")
-            self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
-        self.objective = "+".join(names)
-        for name in without_effect(self, names):
-            if not name.endswith("_rate"):
-                raise ValueError(
-                    f"--{name} is for {', '.join(users(name))}; the objective is {self.objective}"
-                )
-        for name in ("tc_on", "tc_embedding"):
-            value = getattr(self, name)
-            if value in ("masked", "unmasked", "original") and "mlm" not in names:
-                raise ValueError(
-                    f"--{name} {value} needs mlm, which masks; the objective is {self.objective}"
-                )
+# In this order objectives corrupt a batch; a sum has at most one of each kind.
 
 
-def users(setting_name):
-    """The objectives that a setting is for; all, if none names it."""
-    parts = [name for name in OBJECTIVES if isinstance(OBJECTIVES[name], type)]
-    return [name for name in parts if setting_name in OBJECTIVES[name].settings] or parts
+class CrossEntropy:
+    """How an answer is scored: logits (N, n_class) beside the true classes (N,)."""
+
+    def __init__(self, n_class):
+        self.n_class = self.n_out = n_class  # n_out: numbers that an answer is made of
+
+    def loss(self, logits, label):
+        """-> (N,)"""
+        return F.cross_entropy(logits, label, reduction="none")
+
+    def predict(self, logits):
+        """-> the likeliest class (N,)"""
+        return logits.argmax(-1)
 
 
-def without_effect(cfg, names):
-    """The settings that were changed, but are for objectives other than these."""
-    changed = [f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default]
-    return [name for name in changed if not set(users(name)) & set(names)]
+KINDS = ["sentence", "token", "position", "contrastive"]
 
 
-def spell_out(objective: str) -> list[str]:
-    """'pplm+taco' -> ['pplm', 'mlm', 'tc']."""
-    parts = []
-    for name in objective.split("+"):
-        meaning = OBJECTIVES.get(name)
-        parts += meaning.split("+") if isinstance(meaning, str) else [name]
-    return parts
+class Objective(nn.Module):
+    """To add an objective, subclass this, override some of these, and add a line to OBJECTIVES."""
 
+    kind = "token"  # one of KINDS
+    settings = ()  # the fields of ObjectiveConfig that are for it
+    hides_positions = False  # puts UNKNOWN_POS into pos
+    min_rows = 1  # that a batch must have
 
-def parse_objective(objective: str) -> list[str]:
-    """'pplm+mlm' -> ['mlm', 'pplm'], in the order of corruption. Raises ValueError, with the
-    reason."""
-    names = spell_out(objective)
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ValueError(
-                f"unknown objective {name!r}; choose from {', '.join(OBJECTIVES)}, or "
-                "a sum such as mlm+pplm"
-            )
-    kinds = [OBJECTIVES[name].kind for name in names]
-    for kind in kinds:
-        if kinds.count(kind) > 1:
-            raise ValueError(
-                f"objective {objective}: at most one {kind} objective ({', '.join(of_kind(kind))})"
-            )
-    if "clm" in names and {"sentence", "position"} & set(kinds):
-        raise ValueError(
-            f"objective {objective}: clm reads from the left, so it goes with neither "
-            "positions nor nsp"
-        )
-    return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
+    def __init__(self, encoder: Encoder, cfg):
+        super().__init__()
+        self.cfg = cfg
 
+    def check(self, L):
+        """Raise ValueError if rows of L tokens are too short."""
 
-def of_kind(kind):
-    return [name for name in OBJECTIVES if getattr(OBJECTIVES[name], "kind", None) == kind]
+    def corrupt(self, batch, generator):
+        """Edit the batch. A token objective changes batch["tokens"] alone, and asks for the words
+        in batch["original"]. A sentence objective makes other rows: what it leaves in
+        batch["tokens"] is original and eligible for the objectives after it."""
+
+    def loss(self, encoder, hidden, batch):
+        """hidden (B, L, C) -> loss (), dict of scalars to log."""
 
 
 def new_batch(tokens, vocab_size) -> dict:
@@ -205,32 +126,6 @@ def weighted_mean(values, weight):
     return (values * weight).sum() / weight.sum().clamp(min=1)
 
 
-# In this order objectives corrupt a batch; a sum has at most one of each kind.
-KINDS = ["sentence", "token", "position", "contrastive"]
-
-
-class Objective(nn.Module):
-    """To add an objective, subclass this, override some of these, and add a line to OBJECTIVES."""
-
-    kind = "token"  # one of KINDS
-    settings = ()  # the fields of ObjectiveConfig that are for it
-    hides_positions = False  # puts UNKNOWN_POS into pos
-    min_rows = 1  # that a batch must have
-
-    def __init__(self, encoder: Encoder, cfg: ObjectiveConfig):
-        super().__init__()
-        self.cfg = cfg
-
-    def check(self, L):
-        """Raise ValueError if rows of L tokens are too short."""
-
-    def corrupt(self, batch, generator):
-        """Edit the batch."""
-
-    def loss(self, encoder, hidden, batch):
-        """hidden (B, L, C) -> loss (), dict of scalars to log."""
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokens
 
@@ -257,16 +152,9 @@ class TokenObjective(Objective):
     def score(self, encoder, hidden, target, weight):
         """hidden (N, C), target (N,), weight (N,) bool -> mean cross-entropy, accuracy (0 in
         training)."""
-        predict = None if self.training else likeliest
-        return fast.loss_in_chunks(
-            partial(self.word_logits, encoder),
-            hidden,
-            target,
-            weight,
-            cross_entropy,
-            predict,
-            self.vocab_size,
-        )
+        head = partial(self.word_logits, encoder)
+        measure, judge = CrossEntropy(self.vocab_size), not self.training
+        return fast.loss_in_chunks(head, hidden, target, weight, measure, self.vocab_size, judge)
 
 
 class MLM(TokenObjective):
@@ -348,24 +236,24 @@ class PairHead(nn.Module):
     q_i . k_j / sqrt(D) alone (`content`; P0's formula has no scale: departure). P0 takes the last
     block's own scores (`--pair_from last`); not so here (departure), for that block's value, output
     and FFN weights would learn nothing and reach fine-tuning untrained. psi is H -> 64, GELU,
-    -> n_class (`mlp`), or H -> n_class (`linear`).
+    -> n_out (`mlp`), or H -> n_out (`linear`).
     """
 
-    def __init__(self, encoder, cfg, n_class):
+    def __init__(self, encoder, cfg, n_out):
         super().__init__()
         C, self.n_head = encoder.config.d_model, encoder.config.n_head
         self.last = encoder.config.n_layer - 1
-        self.cfg, self.n_class = cfg, n_class
-        self.table = None
+        self.cfg = cfg
+        self.table = None  # what the scheme has anew in every layer (rel_k, deberta), here too
         if cfg.pair_from == "own":
             self.query, self.key = XavierLinear(C, C), XavierLinear(C, C)
             if cfg.pair_scores == "total":
-                self.table = encoder.pe.own_table()
+                self.table = encoder.pe.layer_weights(encoder.config)
         self.psi = nn.Sequential(
-            XavierLinear(self.n_head, PAIR_HIDDEN), nn.GELU(), XavierLinear(PAIR_HIDDEN, n_class)
+            XavierLinear(self.n_head, PAIR_HIDDEN), nn.GELU(), XavierLinear(PAIR_HIDDEN, n_out)
         )
         if cfg.pair_head == "linear":
-            self.psi = XavierLinear(self.n_head, n_class)
+            self.psi = XavierLinear(self.n_head, n_out)
 
     def scores(self, encoder, hidden, batch):
         """(B, L, C) -> s (B, n, n, H) over the inner places."""
@@ -378,39 +266,11 @@ class PairHead(nn.Module):
             q = self.query(hidden).view(heads).transpose(1, 2)  # (B, H, L, D)
             k = self.key(hidden).view(heads).transpose(1, 2)
         if self.cfg.pair_scores == "total":
-            # (B, H, L, L)
-            s = encoder.logits(q, k, batch["pos"], self.last, key_table=self.table)
+            layer = self.last if self.table is None else self.table
+            s = encoder.logits(q, k, batch["pos"], layer)  # (B, H, L, L)
         else:
             s = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
         return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)  # (B, n, n, H)
-
-
-# Measures: logits (N, classes) and true classes (N,) -> losses (N,). A pair's class is its offset
-# plus L - 1, so the distance of two classes is that of their offsets.
-
-cross_entropy = partial(F.cross_entropy, reduction="none")
-likeliest = partial(torch.argmax, dim=-1)
-
-
-def wasserstein(logits, label):
-    """W1 between the predicted distribution and the one true offset: sum_c p_c |c - y|.
-
-    Linear in p: a model that knows nothing yet puts all probability on one class near the median,
-    where the softmax has no gradient. The three runs so far ended there (results/older.md).
-    """
-    classes = torch.arange(logits.size(1), device=label.device)
-    distance = (classes - label[:, None]).abs()  # (N, 2L-1)
-    return (logits.softmax(-1) * distance).sum(-1)
-
-
-def smooth_l1(logits, label, L):
-    """One number a pair, the offset as a share of L; quadratic within one place."""
-    true = (label - (L - 1)) / L
-    return F.smooth_l1_loss(logits[:, 0], true, beta=1 / L, reduction="none")
-
-
-def nearest(logits, L):
-    return (logits[:, 0] * L).round().long() + L - 1
 
 
 class PPLM(Objective):
@@ -428,12 +288,8 @@ class PPLM(Objective):
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
         self.L = encoder.config.max_len
-        self.measure, self.predict, n_class = {
-            "ce": (cross_entropy, likeliest, 2 * self.L - 1),
-            "wasserstein": (wasserstein, likeliest, 2 * self.L - 1),
-            "smooth_l1": (partial(smooth_l1, L=self.L), partial(nearest, L=self.L), 1),
-        }[cfg.pair_loss]
-        self.head = PairHead(encoder, cfg, self.classes or n_class)
+        self.measure = PAIR_LOSSES[cfg.pair_loss](self.classes or 2 * self.L - 1)
+        self.head = PairHead(encoder, cfg, self.measure.n_out)
 
     def check(self, L):
         if round(self.cfg.pos_rate * (L - 2)) < 2:
@@ -455,12 +311,13 @@ class PPLM(Objective):
         donors = slots.gather(1, torch.where(valid, order, last).argsort(1))
         batch["pos"] = true.scatter(1, slots, donors)
 
-    def targets(self, true, given, i_touched, j_touched):
-        """What is asked of a pair -> its class, and whether it counts.
+    def label(self, true, given):
+        """The class of pairs, from their true and their given offsets."""
+        return true + self.L - 1
 
-        true and given offset; touched: is an end's position not its true one (moved, or hidden)?
-        """
-        return true + self.L - 1, True
+    def scored(self, pairs, i_moved, j_moved):
+        """Which of the pairs (B, n, n) bool count; moved: is an end's position not its true one?"""
+        return pairs
 
     def loss(self, encoder, hidden, batch):
         pos = batch["pos"][:, 1:-1]  # (B, n): the inner places
@@ -468,22 +325,18 @@ class PPLM(Objective):
         place = torch.arange(1, pos.size(1) + 1, device=pos.device)  # [CLS] has place 0
         true = place - place[:, None]  # (n, n): j - i
         given = pos[:, None] - pos[:, :, None]  # (B, n, n)
-        touched = pos != place
-        label, counts = self.targets(true, given, touched[:, :, None], touched[:, None])
-        # (B, n, n)
-        weight = eligible[:, :, None] & eligible[:, None] & (true != 0) & counts
+        moved = pos != place  # or hidden
+        pairs = eligible[:, :, None] & eligible[:, None] & (true != 0)  # (B, n, n)
+        pairs = self.scored(pairs, moved[:, :, None], moved[:, None])
+        label = self.label(true, given).expand_as(pairs)
         # One more attention layer looks at the final hidden states. Its scores s_ij, one a head,
         # are all that psi sees of a pair: from these few numbers it names the offset.
         s = self.head.scores(encoder, hidden, batch)  # (B, n, n, H)
         # n^2 pairs a row, each with a softmax over 2L - 1 offsets: psi runs in chunks.
+        width, judge = max(self.measure.n_out, PAIR_HIDDEN), not self.training
+        s, label, pairs = s.flatten(0, 2), label.flatten(), pairs.flatten()
         loss, right = fast.loss_in_chunks(
-            self.head.psi,
-            s.flatten(0, 2),
-            label.expand_as(weight).flatten(),
-            weight.flatten(),
-            self.measure,
-            None if self.training else self.predict,
-            max(self.head.n_class, PAIR_HIDDEN),
+            self.head.psi, s, label, pairs, self.measure, width, judge
         )
         if self.cfg.pair_from == "last":  # every weight has a gradient, as DDP wants: 0
             loss = loss + 0 * hidden.sum()
@@ -506,8 +359,8 @@ class PMLM(PPLM):
         shown = torch.where(valid, UNKNOWN_POS, slots)
         batch["pos"] = true.scatter(1, slots, shown)
 
-    def targets(self, true, given, i_touched, j_touched):
-        return true + self.L - 1, i_touched | j_touched
+    def scored(self, pairs, i_moved, j_moved):
+        return pairs & (i_moved | j_moved)
 
 
 class PPLMSome(PPLM):
@@ -515,8 +368,8 @@ class PPLMSome(PPLM):
 
     name = "pplm_some"
 
-    def targets(self, true, given, i_touched, j_touched):
-        return true + self.L - 1, i_touched & j_touched
+    def scored(self, pairs, i_moved, j_moved):
+        return pairs & i_moved & j_moved
 
 
 class PPLMBinary(PPLM):
@@ -526,8 +379,43 @@ class PPLMBinary(PPLM):
     name, classes = "pplm_binary", 2
     settings = ("pos_rate", "pair_scores", "pair_head", "pair_from")  # no distance to measure
 
-    def targets(self, true, given, i_touched, j_touched):
-        return (true == given).long(), True
+    def label(self, true, given):
+        return (true == given).long()
+
+
+# P0's future work: how far off an offset is, in place of whether it is right.
+
+
+class Wasserstein(CrossEntropy):
+    """W1 between the predicted distribution of a pair's offset and the one true offset:
+    sum_c p_c |c - y|. A class is an offset plus L - 1, so their distances are the same.
+
+    Linear in p: a model that knows nothing yet puts all probability on one class near the median,
+    where the softmax has no gradient. The three runs so far ended there.
+    """
+
+    def loss(self, logits, label):
+        classes = torch.arange(logits.size(1), device=label.device)
+        distance = (classes - label[:, None]).abs()  # (N, 2L-1)
+        return (logits.softmax(-1) * distance).sum(-1)
+
+
+class SmoothL1(CrossEntropy):
+    """One number a pair, its offset as a share of L; quadratic within one place."""
+
+    def __init__(self, n_class):
+        super().__init__(n_class)
+        self.L, self.n_out = (n_class + 1) // 2, 1
+
+    def loss(self, logits, label):
+        true = (label - (self.L - 1)) / self.L
+        return F.smooth_l1_loss(logits[:, 0], true, beta=1 / self.L, reduction="none")
+
+    def predict(self, logits):
+        return (logits[:, 0] * self.L).round().long() + self.L - 1
+
+
+PAIR_LOSSES = {"ce": CrossEntropy, "wasserstein": Wasserstein, "smooth_l1": SmoothL1}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -645,39 +533,31 @@ class NSP(Objective):
     [CLS], through BERT's pooler.
     """
 
-    kind, min_rows = "sentence", 2
+    kind, min_rows = "sentence", 4
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
         C = encoder.config.d_model
         self.sep_id = encoder.config.sep_id
-        self.vocab_size = encoder.config.vocab_size
         self.dense, self.out = nn.Linear(C, C), nn.Linear(C, 2)
 
     def corrupt(self, batch, generator):
-        """Makes new rows, on which the objectives after it work; adds nsp_label, nsp_weight
-        (B,)."""
-        tokens, device = batch["original"], batch["original"].device
+        """Makes new rows; adds nsp_label, nsp_weight (B,)."""
+        tokens, device = batch["tokens"], batch["tokens"].device
         B, L = tokens.shape
         m = batch["eligible"].sum(1, keepdim=True)
         second = batch["eligible"].cumsum(1) > m // 2  # (B, L)
         middle = second.long().argmax(1, keepdim=True)  # (B, 1)
         order = torch.rand(B, generator=generator, device=device).argsort()
-        chosen = order[: max(2, B // 2)]
+        chosen = order[: B // 2]
         stay = torch.arange(B, device=device)
         donor = stay.scatter(0, chosen, chosen.roll(1))
-        if B < 4:  # two rows can only trade: then a coin decides
-            coin = torch.rand((), generator=generator, device=device)
-            donor = torch.where(coin < B / (2 * len(chosen)), donor, stay)
         after = torch.arange(L, device=device) > middle  # (B, L)
         mixed = torch.where(after, tokens[donor], tokens)
         mixed = mixed.scatter(1, middle, self.sep_id)
-        mixed = torch.where(m > 2, mixed, tokens)  # too short for two halves: left alone
-        batch.update(
-            new_batch(mixed, self.vocab_size),
-            nsp_label=(donor != stay).long(),
-            nsp_weight=(m > 2)[:, 0].float(),
-        )
+        batch["tokens"] = torch.where(m > 2, mixed, tokens)  # too short for halves: left alone
+        batch["nsp_label"] = (donor != stay).long()
+        batch["nsp_weight"] = (m > 2)[:, 0].float()
 
     def answer(self, hidden):
         """(B, L, C) -> logits (B, 2)."""
@@ -686,8 +566,8 @@ class NSP(Objective):
     def loss(self, encoder, hidden, batch):
         logits = self.answer(hidden).float()
         label, weight = batch["nsp_label"], batch["nsp_weight"]
-        loss = weighted_mean(cross_entropy(logits, label), weight)
-        right = weighted_mean(likeliest(logits) == label, weight)
+        loss = weighted_mean(F.cross_entropy(logits, label, reduction="none"), weight)
+        right = weighted_mean(logits.argmax(-1) == label, weight)
         return loss, {} if self.training else {"nsp_accuracy": right}
 
 
@@ -711,7 +591,7 @@ OBJECTIVES = {
 class Pretraining(nn.Module):
     """The encoder with the heads of its objectives: what is compiled, wrapped by DDP, and saved."""
 
-    def __init__(self, encoder: Encoder, cfg: ObjectiveConfig):
+    def __init__(self, encoder: Encoder, cfg):
         super().__init__()
         self.encoder = encoder
         self.names = cfg.objective.split("+")
@@ -737,10 +617,12 @@ class Pretraining(nn.Module):
     def corrupt(self, tokens, *key) -> dict:
         """Clean rows (B, L) -> a corrupted batch, a pure function of (tokens, key)."""
         if len(tokens) < self.min_rows:
-            raise ValueError("tc and nsp draw from other rows: a batch needs at least 2")
+            raise ValueError(f"{'+'.join(self.names)} needs {self.min_rows} rows in a batch")
         batch = new_batch(tokens, self.encoder.config.vocab_size)
         for name, objective in self.objectives.items():
             objective.corrupt(batch, stream(tokens.device, *key, name))
+            if objective.kind == "sentence":  # its rows are the text of the others
+                batch.update(new_batch(batch["tokens"], self.encoder.config.vocab_size))
         return batch
 
     def forward(self, batch):
@@ -753,3 +635,131 @@ class Pretraining(nn.Module):
             total = total + self.weights[name] * loss
             scalars.update({name: loss.detach(), **more})
         return total, scalars
+
+
+# --------------------------------------------------------------------------------------------------
+# Flags and names
+
+
+@dataclass
+class ObjectiveConfig:
+    """Every default of the objectives; all are flags.
+
+    Raises ValueError on a value that is impossible or would have no effect (but for the two rates:
+    presets set mask_rate, and train.py prints a note).
+    """
+
+    objective: str = setting("mlm", "what is predicted, or a sum such as mlm+pplm")
+    loss_weights: tuple | None = setting(None, "one for each part of the sum", "(0, 1e9)")
+    mask_rate: float = setting(0.15, "share of tokens selected", "(0, 1)")
+    whole_word: bool = setting(False, "select whole words")
+    mlm_on: str = setting(
+        "masked",
+        "score the masked tokens, or all (P2's MLM+TP: the two means added)",
+        ("masked", "all"),
+    )
+    pos_rate: float = setting(0.60, "share of positions hidden or permuted (P0)", "(0, 1)")
+    pair_loss: str = setting(
+        "ce", "how a pair's offset is scored (P0's future work)", tuple(PAIR_LOSSES)
+    )
+    pair_scores: str = setting(
+        "total",
+        "the pair head with the scheme's positional terms, or "
+        "content: without (P0's formula, scaled)",
+        ("total", "content"),
+    )
+    pair_head: str = setting("mlp", "between the scores and the classes", ("mlp", "linear"))
+    pair_from: str = setting(
+        "own",
+        "scores of a layer of the head's own, or of the last block, as "
+        "in P0: its value, output and FFN weights then learn nothing, and "
+        "the encoder runs twice",
+        ("own", "last"),
+    )
+    tc_on: str = setting(
+        "all",
+        "which tokens are anchors; masked: P2's concentrated TACO",
+        ("all", "masked", "unmasked"),
+    )
+    tc_embedding: str = setting(
+        "input",
+        "what is subtracted from the hidden state: the word seen, "
+        "the word there was, word and position (P2's code)",
+        ("input", "original", "input_layer"),
+    )
+    tc_window: int = setting(5, "odd: positives stand at most (W-1)/2 away", "[3, 1e5]")
+    tc_negatives: int = setting(50, "tokens of other rows", "[1, 1e5]")
+    tc_temperature: float = setting(0.07, "of the softmax over cosines", "(0, 1e9)")
+
+    def __post_init__(self):
+        check_settings(self)
+        if self.tc_window % 2 == 0:
+            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd")
+        # Parts in the order of corruption, whatever the spelling, and their weights with them.
+        given = spell_out(self.objective)
+        names = parse_objective(self.objective)
+        if self.loss_weights is not None:
+            if len(self.loss_weights) != len(given):
+                raise ValueError(f"--loss_weights: {'+'.join(given)} wants {len(given)} numbers")
+            self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
+        self.objective = "+".join(names)
+        for name in without_effect(self, names):
+            if not name.endswith("_rate"):
+                raise ValueError(
+                    f"--{name} is for {', '.join(users(name))}; the objective is {self.objective}"
+                )
+        for name in ("tc_on", "tc_embedding"):
+            value = getattr(self, name)
+            if value in ("masked", "unmasked", "original") and "mlm" not in names:
+                raise ValueError(
+                    f"--{name} {value} needs mlm, which masks; the objective is {self.objective}"
+                )
+
+
+def users(setting_name):
+    """The objectives that a setting is for; all, if none names it."""
+    parts = [name for name in OBJECTIVES if isinstance(OBJECTIVES[name], type)]
+    return [name for name in parts if setting_name in OBJECTIVES[name].settings] or parts
+
+
+def without_effect(cfg, names):
+    """The settings that were changed, but are for objectives other than these."""
+    changed = [f.name for f in fields(cfg) if getattr(cfg, f.name) != f.default]
+    return [name for name in changed if not set(users(name)) & set(names)]
+
+
+def spell_out(objective: str) -> list[str]:
+    """'pplm+taco' -> ['pplm', 'mlm', 'tc']."""
+    parts = []
+    for name in objective.split("+"):
+        meaning = OBJECTIVES.get(name)
+        parts += meaning.split("+") if isinstance(meaning, str) else [name]
+    return parts
+
+
+def parse_objective(objective: str) -> list[str]:
+    """'pplm+mlm' -> ['mlm', 'pplm'], in the order of corruption. Raises ValueError, with the
+    reason."""
+    names = spell_out(objective)
+    for name in names:
+        if name not in OBJECTIVES:
+            raise ValueError(
+                f"unknown objective {name!r}; choose from {', '.join(OBJECTIVES)}, or "
+                "a sum such as mlm+pplm"
+            )
+    kinds = [OBJECTIVES[name].kind for name in names]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ValueError(
+                f"objective {objective}: at most one {kind} objective ({', '.join(of_kind(kind))})"
+            )
+    if "clm" in names and {"sentence", "position"} & set(kinds):
+        raise ValueError(
+            f"objective {objective}: clm reads from the left, so it goes with neither "
+            "positions nor nsp"
+        )
+    return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
+
+
+def of_kind(kind):
+    return [name for name in OBJECTIVES if getattr(OBJECTIVES[name], "kind", None) == kind]

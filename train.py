@@ -11,14 +11,14 @@ A run lives in out/<dataset>-<preset>-<pe>-<objective>-s<seed>/. Killed or stopp
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import math
 import os
 import re
+import shlex
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,12 +30,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import common
-import probe
+import sample
 from baselines import baselines, unigram_entropy
 from common import one_line_errors, pick_fields, read_checkpoint, read_rows, setting
-from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
-from fast import compiled, step_or_skip
-from model import PE_NAMES, Encoder, EncoderConfig
+from data import (
+    Batches,
+    DataConfig,
+    encoding_arguments,
+    find_prepared,
+    prepare,
+    validation_batches,
+)
+from fast import step_or_skip
+from model import PE_NAMES, Encoder, EncoderConfig, load_strict, warm_start
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream, users, without_effect
 
 DOCS = dict(dataset="docs", tokenizer="bpe")
@@ -72,7 +79,11 @@ STOP_EVERY = 10  # micro-batches after which several processes agree on whether 
 # grad_accum and the number of processes the product has to stay (identity).
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
-    "keep_every save_every grad_accum".split()
+    "keep_every save_every grad_accum sample".split()
+)
+# Flags that the hint at the end of a demo leaves to the preset of the real run.
+OF_A_DEMO = FREE_FLAGS | set(
+    "preset steps warmup lr batch_size block_size n_layer d_model d_ff dataset tokenizer".split()
 )
 
 
@@ -109,6 +120,7 @@ class TrainConfig:
     )
     keep_every: int = setting(0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]")
     log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
+    sample: str | None = setting(None, "text of the line that the model says at each validation")
     device: str | None = common.DEVICE
     dtype: str | None = common.DTYPE
     compile: bool | None = setting(None, "torch.compile (default: on a GPU)")
@@ -151,6 +163,7 @@ def parse_args(argv=None):
                 f"--batch_size {args.batch_size} times --block_size {args.block_size} "
                 "is too much for one micro-batch: raise --grad_accum instead"
             )
+    args.given = given
     # In the order of corruption, whatever the spelling.
     args.objective, args.loss_weights = cfg.objective, cfg.loss_weights
     for name in without_effect(cfg, cfg.objective.split("+")):
@@ -175,120 +188,45 @@ def default_out_dir(args):
 
 
 def train(args, progress):
-    """Everything from flags to the last checkpoint, from top to bottom.
+    """Everything from flags to the last checkpoint.
 
     Until the folder is opened every ValueError and OSError is a user's mistake; progress.saved is
     the step of the last checkpoint.
     """
-    # ---- The machine: one process, or several under torchrun.
+    # ---- What it takes: a machine, text, a model, an optimiser; where an earlier process stopped.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     main_process = rank == 0
     device = common.pick_device(args.device)
-    dtype, why = common.pick_dtype(device, args.dtype)
-    amp = common.autocast(device, dtype)  # inside it matrix products take 16 bits
     folder = Path(args.out_dir or default_out_dir(args))
     try_out(args, device)
-    checkpoint = find_checkpoint(folder, args) if main_process else None
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    corpus = prepare_once(args, world)
-    if world > 1:
-        # The machines may have no disk in common: what the first process found counts for all.
-        found = [(checkpoint, corpus.meta)]
-        dist.broadcast_object_list(found)
-        checkpoint, meta = found[0]
-        if meta != corpus.meta:
-            raise ValueError(f"process {rank} has prepared other data than the first one")
+    corpus, checkpoint, dtype, why = prepare_together(args, folder, device, world, main_process)
+    amp = common.autocast(device, dtype)  # inside it matrix products take 16 bits
     batches = Batches(corpus, args.block_size, args.seed, args.data_fraction)
-
-    # ---- The model: an encoder and the heads of its objectives.
-    torch.manual_seed(args.seed)
-    shape = pick_fields(
-        EncoderConfig,
-        args,
-        vocab_size=corpus.vocab_size,
-        max_len=args.block_size,
-        attn_dropout=args.dropout,
-    )
-    encoder = Encoder(shape)
-    tokenizer = encoding_arguments(corpus.tokenizer)
-    encoder.tokenizer = tiktoken.Encoding(**tokenizer)
-    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args)).to(device)
-    check_rows(model, min(args.batch_size, corpus.n_rows("val", args.block_size)))
-    encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
-
-    # ---- The optimiser. Rate and counts are tensors on the device, so no step waits for the host.
+    model = build_model(args, corpus, device)
+    # Rate and counts are tensors on the device, so that no step waits for the host.
     lr = torch.zeros((), device=device)
-    optimizer = make_optimizer(model, args, lr)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     done = torch.zeros((), device=device)  # updates made
     lost = torch.zeros((), device=device)  # updates skipped
     in_a_row = torch.zeros((), device=device)  # skipped since one was made
-
-    # ---- Start, or go on from a checkpoint.
+    optimizer = make_optimizer(model, args, lr)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     n_micro, rows = args.grad_accum * world, args.grad_accum * world * args.batch_size
-    facts = {
-        "args": vars(args),
-        "config": dataclasses.asdict(shape),
-        "data": corpus.meta,
-        "tokenizer_hash": corpus.meta["tokenizer_hash"],
-        "n_micro": n_micro,
-        "git": common.git_commit(),
-        "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__},
-    }
-    step = 0
+    facts = facts_of(args, model, corpus, n_micro, device, dtype)
     if checkpoint:
-        check_same_run(folder, checkpoint, facts)
-        common.load_strict(model, checkpoint["model"], folder)
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        for group in optimizer.param_groups:  # not the checkpoint's copy
-            group["lr"] = lr
-        if scaler.is_enabled() and checkpoint["scaler"]:  # saved under another --dtype: none
-            scaler.load_state_dict(checkpoint["scaler"])
-        done.copy_(checkpoint["done"])
-        step = checkpoint["step"]
+        step = go_on(folder, checkpoint, facts, model, optimizer, lr, scaler, done)
     else:
-        start_from_others(model, args, facts, main_process)
-    known = baselines(model, unigram_entropy(corpus))
+        step = start_anew(model, args, facts, main_process)
     flops = count_flops(model, batches, args, amp, device) * n_micro
-
-    # ---- The folder. From here on nothing is a user's mistake.
     if main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        progress.lock = common.lock(folder)  # held until the process ends
-        open_log(folder, {**facts, "baselines": known}, step)
-        common.write_json(folder / "config.json", facts)
-        common.write_json(folder / "tokenizer.json", corpus.tokenizer)
-    progress.saved = step
-
-    # ---- What runs: the model, wrapped for several processes, compiled where that pays.
-    net, how = model, ""
-    if world > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        net = DistributedDataParallel(
-            model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
-    if args.compile or args.compile is None and device.type == "cuda":
-        how = ", not compiled: no compiler here"
-        if common.can_compile(device):
-            net, how = compiled(net, device), ", compiled"
+        known = facts["baselines"] = what_losses_are_worth(model, corpus, checkpoint)
+        text = sample.check(model, args.sample, corpus)
+        progress.lock = open_folder(folder, facts, corpus, step)  # held until the process ends
+    progress.saved = step  # from here on nothing is a user's mistake
+    net, how = wrap(model, args, device, world)
     if main_process:
-        n_parameters = sum(p.numel() for p in model.parameters())
-        print(
-            f"{args.pe}, {args.objective}: {n_parameters / 1e6:.2f} M parameters, "
-            f"{args.n_layer} layers of {args.d_model}; rows of {args.block_size}, {rows} an "
-            f"update; {args.steps:,} steps, {args.steps * rows / batches.n:.1f} epochs of "
-            f"{batches.n:,} rows"
-        )
-        print(
-            f"{device}, {str(dtype).removeprefix('torch.')} ({why}){how}; "
-            f"{flops / 1e9:.0f} GFLOP a step; the run lives in {folder}"
-        )
+        announce(args, model, batches, f"{device}, {name_of(dtype)} ({why}){how}", rows, flops)
         print("baselines (nats): " + ", ".join(f"{k} {v:.3f}" for k, v in known.items()))
-        if step:
-            print(f"resumed at step {step}")
-        if args.warmup >= args.steps:
-            print(f"note: --warmup {args.warmup} takes the whole run: the rate only rises")
+        print(f"resumed at step {step}" if step else f"the run lives in {folder}")
 
     # ---- The loop.
     signals, losses, stopping = common.Signals(), [], 0
@@ -296,13 +234,8 @@ def train(args, progress):
     agree_every = max(1, STOP_EVERY // args.grad_accum)  # torchrun kills 30 s after its SIGTERM
     sums, since, began = defaultdict(float), step, time.perf_counter()
     saved_at = began
-    bar = tqdm(
-        total=args.steps,
-        initial=step,
-        unit="step",
-        leave=False,
-        disable=None if main_process else True,
-    )
+    hidden = None if main_process else True  # None: shown in a terminal alone
+    bar = tqdm(total=args.steps, initial=step, unit="step", leave=False, disable=hidden)
     model.train()
     while step < args.steps:
         # The learning rate: linear warm-up, then linear decay to 0. It follows the updates that
@@ -364,46 +297,22 @@ def train(args, progress):
         # With a scaler (fp16) skips are normal, unless the last ten updates were all skipped.
         # Without one a single skip stops the run.
         if in_a_row >= 10 or lost > 0 and not scaler.is_enabled():
-            before = ", ".join(f"{x:.3f}" for x in losses[-3:])
-            common.stop(
-                1,
-                f"gradient not finite near step {step} (losses: {before}); nothing was "
-                "written after the last checkpoint: try a lower --lr, or --dtype "
-                "float32 or bfloat16",
-            )
+            stop_as_broken(step, losses)
         seconds = (time.perf_counter() - began) / (step - since)
-        row = dict(
-            step=step,
-            **means,
-            lr=float(lr),
-            ms_per_step=1e3 * seconds,
-            tokens_per_s=rows * args.block_size / seconds,
-            peak_mem_mb=common.peak_memory_mb(device),
-        )
-        if (peak := common.peak_flops(device)) and dtype != torch.float32:
-            row["mfu"] = flops / seconds / (peak * world)
+        row = log_row(step, means, lr, seconds, rows, flops / world, args, dtype, device)
         if evaluating and main_process:
             row.update(evaluate(model, corpus, amp, device))
         if main_process:
             tqdm.write(as_text(row, args.steps, known))
             with open(folder / "log.jsonl", "a") as handle:
                 handle.write(json.dumps(row) + "\n")
+        if evaluating and main_process and text:
+            tqdm.write("    " + sample.line(model, text))  # the model speaks
 
         # Save: everything that the next process needs to go on as if nothing had happened.
         due = evaluating and time.perf_counter() - saved_at >= args.save_every
         if main_process and (due or keeping or stopping or step == args.steps):
-            state = {
-                **facts,
-                "tokenizer": tokenizer,
-                "step": step,
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "scaler": scaler.state_dict(),
-                "done": done,
-            }
-            common.write_torch(folder / "ckpt.pt", state, folder / "ckpt_prev.pt")
-            if keeping:
-                common.second_name(folder / "ckpt.pt", folder / f"ckpt_{step}.pt")
+            save(folder, keeping, step, facts, model, optimizer, scaler, done)
             progress.saved, saved_at = step, time.perf_counter()
         if stopping:
             break
@@ -412,22 +321,9 @@ def train(args, progress):
     bar.close()
     if world > 1:
         dist.barrier()  # torchrun ends them all when one has left: not before all is saved
-    if main_process and stopping:
-        print(
-            f"stopped at step {step}, saved in {folder}; go on with the same command and --resume"
-        )
-    elif main_process:
-        print(
-            f"done: {folder}/ckpt.pt\nnext: python probe.py --ckpt {folder}   (--text tries it: "
-            f"probe.py --help)   |   python finetune.py --task docs --ckpt {folder}"
-        )
-        if probe.position_objective(model):
-            print(probe.words_as_text(probe.worth_of_words(model, corpus)))
-        if args.preset == "demo":
-            print(
-                "this was the demo; the real run, on a GPU: python train.py --pe "
-                f"{args.pe} --objective {args.objective} --preset paper"
-            )
+    if main_process:
+        say_goodbye(args, folder, step if stopping else None)
+    signals.restore()
     if world > 1 or stopping:
         common.leave(128 + stopping if stopping else 0)
 
@@ -500,6 +396,44 @@ def passed(row, known):
     return f" ({', '.join(notes)})" if notes else ""
 
 
+def log_row(step, means, lr, seconds, rows, flops, args, dtype, device):
+    """A line of log.jsonl. seconds: of a step; flops: operations of a step, of one process."""
+    row = dict(
+        step=step,
+        **means,
+        lr=float(lr),
+        ms_per_step=1e3 * seconds,
+        tokens_per_s=rows * args.block_size / seconds,
+        peak_mem_mb=common.peak_memory_mb(device),
+    )
+    if (peak := common.peak_flops(device)) and dtype != torch.float32:
+        row["mfu"] = flops / seconds / peak
+    return row
+
+
+def stop_as_broken(step, losses):
+    before = ", ".join(f"{x:.3f}" for x in losses[-3:])
+    common.stop(
+        1,
+        f"gradient not finite near step {step} (losses: {before}); nothing was written after the "
+        "last checkpoint: try a lower --lr, or --dtype float32 or bfloat16",
+    )
+
+
+def save(folder, keeping, step, facts, model, optimizer, scaler, done):
+    state = {
+        **facts,
+        "step": step,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+        "done": done,
+    }
+    common.write_torch(folder / "ckpt.pt", state, folder / "ckpt_prev.pt")
+    if keeping:
+        common.second_name(folder / "ckpt.pt", folder / f"ckpt_{step}.pt")
+
+
 # --------------------------------------------------------------------------------------------------
 # Before the loop
 
@@ -546,15 +480,167 @@ def find_checkpoint(folder, args):
     return None
 
 
-def prepare_once(args, world):
-    """-> the corpus. The first process of each machine prepares it, which may take hours, while the
-    others wait; then they find it done."""
+def prepare_together(args, folder, device, world, main_process):
+    """-> the corpus, the checkpoint to go on from or None, the precision and why: the same in all
+    processes. The first one of each machine prepares data, which may take hours; others wait."""
+    checkpoint = find_checkpoint(folder, args) if main_process else None
+    precision = pick_precision(device, args.dtype, checkpoint)
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # The machines may have no disk in common: what the first process found counts for all.
+        found = [(checkpoint, precision)]
+        dist.broadcast_object_list(found)
+        checkpoint, precision = found[0]
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    settings = vars(pick_fields(DataConfig, args))
-    corpus = prepare(**settings) if first else None
+    corpus = find_data(args, checkpoint) if first else None
     if world > 1:
         dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=2)))
-    return corpus or prepare(**settings)
+        corpus = corpus or find_data(args, checkpoint)
+        found = [corpus.meta]
+        dist.broadcast_object_list(found)
+        if found[0] != corpus.meta:
+            raise ValueError(f"process {dist.get_rank()} has prepared other data than the first")
+    return corpus, checkpoint, *precision
+
+
+def pick_precision(device, name, checkpoint):
+    """-> dtype of matrix products, and why. A run that goes on keeps its own."""
+    before, dtype = (checkpoint or {}).get("precision", ("", ""))
+    if name or before != device.type:
+        return common.pick_dtype(device, name)
+    return common.pick_dtype(device, dtype)[0], "as before"
+
+
+def find_data(args, checkpoint):
+    """-> the corpus: what a run had that goes on, if it still lies prepared, whether or not its
+    text does; else prepared."""
+    if checkpoint:
+        if corpus := find_prepared(checkpoint["data"], args.cache):
+            return corpus
+    return prepare(**vars(pick_fields(DataConfig, args)))
+
+
+def build_model(args, corpus, device):
+    """-> the encoder and the heads of its objectives, on the device."""
+    torch.manual_seed(args.seed)
+    sizes = dict(vocab_size=corpus.vocab_size, max_len=args.block_size, attn_dropout=args.dropout)
+    encoder = Encoder(pick_fields(EncoderConfig, args, **sizes))
+    encoder.tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
+    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args)).to(device)
+    check_rows(model, min(args.batch_size, corpus.n_rows("val", args.block_size)))
+    encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
+    return model
+
+
+def wrap(model, args, device, world):
+    """-> what runs: the model, wrapped for several processes, compiled where that pays; and how."""
+    net = model
+    if world > 1:
+        ids = [device.index] if device.type == "cuda" else None
+        net = DistributedDataParallel(
+            model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+    if not (args.compile or args.compile is None and device.type == "cuda"):
+        return net, ""
+    if not common.can_compile(device):
+        return net, ", not compiled: no compiler here"
+    return torch.compile(net), ", compiled"
+
+
+def facts_of(args, model, corpus, n_micro, device, dtype):
+    """What every checkpoint holds, and but for the tokenizer config.json and the log's first line:
+    all that a run is."""
+    flags = {name: value for name, value in vars(args).items() if name != "given"}
+    return {
+        "args": flags,
+        "command": command(args.given),
+        "config": asdict(model.encoder.config),
+        "data": corpus.meta,
+        "tokenizer": encoding_arguments(corpus.tokenizer),
+        "tokenizer_hash": corpus.meta["tokenizer_hash"],
+        "n_micro": n_micro,
+        "precision": (device.type, name_of(dtype)),
+        "git": common.git_commit(),
+        "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__},
+    }
+
+
+def what_losses_are_worth(model, corpus, checkpoint):
+    """-> {baseline: nats}; some take seconds, so a run keeps them."""
+    kept = checkpoint and checkpoint.get("baselines")
+    return kept or baselines(model, unigram_entropy(corpus))
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def command(flags):
+    """{flag: value} -> the command, as one types it. Folders are of no interest elsewhere."""
+    words = ["python", "train.py"]
+    for name, value in flags.items():
+        if name not in ("out_dir", "cache", "resume"):
+            words.append(f"--no-{name}" if value is False else f"--{name}")
+            values = value if isinstance(value, (tuple, list)) else [value]
+            words += [f"{x:g}" if isinstance(x, float) else str(x) for x in values if x is not True]
+    return shlex.join(word for word in words if word != "False")
+
+
+def go_on(folder, checkpoint, facts, model, optimizer, lr, scaler, done):
+    """Take up a run where its checkpoint has it -> its step. Raises ValueError if it is another."""
+    check_same_run(folder, checkpoint, facts)
+    load_strict(model, checkpoint["model"], folder)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for group in optimizer.param_groups:  # not the checkpoint's copy
+        group["lr"] = lr
+    if scaler.is_enabled() and checkpoint["scaler"]:  # saved under another --dtype: none
+        scaler.load_state_dict(checkpoint["scaler"])
+    done.copy_(checkpoint["done"])
+    return checkpoint["step"]
+
+
+def open_folder(folder, facts, corpus, step):
+    """What a run's folder has from the start -> its lock. Raises ValueError if another has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = common.lock(folder)
+    facts = {name: value for name, value in facts.items() if name != "tokenizer"}
+    open_log(folder, facts, step)
+    common.write_json(folder / "config.json", facts)
+    common.write_json(folder / "tokenizer.json", corpus.tokenizer)
+    return lock
+
+
+def announce(args, model, batches, machine, rows, flops):
+    n_parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{args.pe}, {args.objective}: {n_parameters / 1e6:.2f} M parameters, {args.n_layer} "
+        f"layers of {args.d_model}; rows of {args.block_size}, {rows} an update; {args.steps:,} "
+        f"steps, {args.steps * rows / batches.n:.1f} epochs of {batches.n:,} rows"
+    )
+    print(f"{machine}; {flops / 1e9:.0f} GFLOP a step")
+    if args.warmup >= args.steps:
+        print(f"note: --warmup {args.warmup} takes the whole run: the rate only rises")
+
+
+def say_goodbye(args, folder, stopped_at):
+    """What to do next, when the run is done, or has stopped at a step."""
+    if stopped_at:
+        print(
+            f"stopped at step {stopped_at}, saved in {folder}; go on with the same command and "
+            "--resume"
+        )
+        return
+    print(
+        f"done: {folder}/ckpt.pt\n"
+        f"next: python sample.py --ckpt {folder}   (try it on a text of yours)\n"
+        f"      python probe.py --ckpt {folder}   (what it does with places, and with words)\n"
+        f"      python finetune.py --task docs --ckpt {folder}   (a task)"
+    )
+    if args.preset == "demo":
+        real = PRESETS["paper"]
+        kept = {name: value for name, value in args.given.items() if name not in OF_A_DEMO}
+        kept = {name: value for name, value in kept.items() if real.get(name) != value}
+        print(f"this was the demo; the real run, on a GPU: {command(kept)} --preset paper")
 
 
 def check_same_run(folder, checkpoint, facts):
@@ -582,9 +668,9 @@ def identity(facts):
     return found
 
 
-def start_from_others(model, args, facts, main_process):
+def start_anew(model, args, facts, main_process):
     """--init_from: load what fits, and say what was loaded, what is new, what was dropped.
-    --init_embeddings: the word embeddings alone (P2 fig 4). Raises ValueError."""
+    --init_embeddings: the word embeddings alone (P2 fig 4). -> step 0. Raises ValueError."""
     for path in (args.init_from, args.init_embeddings):
         if path and read_checkpoint(path)["tokenizer_hash"] != facts["tokenizer_hash"]:
             raise ValueError(
@@ -592,7 +678,7 @@ def start_from_others(model, args, facts, main_process):
                 "with: prepare the data with its own"
             )
     if args.init_from:
-        done = common.warm_start(model, read_checkpoint(args.init_from), args.init_from)
+        done = warm_start(model, read_checkpoint(args.init_from), args.init_from)
         for what, names in done.items() if main_process else ():
             shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
             shown = f": {shown}" if names and what != "loaded" else ""
@@ -606,6 +692,7 @@ def start_from_others(model, args, facts, main_process):
                 f"{words.size(1)}, this model {own.size(1)}"
             )
         own.data.copy_(words)
+    return 0
 
 
 @torch.no_grad()

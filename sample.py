@@ -1,0 +1,6 @@
+def check(model, text, corpus):
+    return text
+
+
+def line(model, text):
+    return ""
