@@ -76,7 +76,7 @@ def position_baselines(L, rate) -> dict:
     binary is there .012 too high and copy .01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
-    k, samples = round(rate * n), min(4000, 2**19 // L)  # seconds, whatever L
+    k, samples = round(rate * n), min(4000, max(16, 2**26 // L**2))  # seconds, whatever L
     pairs = n * (n - 1)
     both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs  # of a pair's ends, selected
     copy = inside = kept = moved = some = some_pairs = 0.0  # sums over the samples

@@ -80,7 +80,7 @@ from common import (
     setting,
     write_json,
 )
-from fast import compiled, step_or_skip
+from fast import step_or_skip
 from model import SCHEMES, Encoder, EncoderConfig
 from objectives import (
     MLM,
@@ -259,7 +259,7 @@ def pretraining(v):
     model, cfg = v.build(), v.shape
     net, tokens = model, v.rows().to(v.machine[0])
     if v.compile:  # a peer as its users do
-        net = torch.compile(net) if v.peer else compiled(net, v.machine[0])
+        net = torch.compile(net) if v.peer else torch.compile(net)
 
     def loss():
         if v.peer:
@@ -501,7 +501,11 @@ def bench_finetune(v):
 def names_of(args):
     """--pe and --objective -> two lists of names."""
     # Without the aliases: a name that stands for another one.
-    pes = [name for name, x in SCHEMES.items() if x == name or x not in SCHEMES]
+    pes = [
+        name
+        for name, x in SCHEMES.items()
+        if x not in list(SCHEMES.values())[: list(SCHEMES).index(name)]
+    ]
     tasks = [*OBJECTIVES, "mlm_full"]
     pes = pes if args.pe == "all" else args.pe.split(",")
     return pes, tasks if args.objective == "all" else args.objective.split(",")

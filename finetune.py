@@ -57,12 +57,11 @@ from common import (
     read_json,
     setting,
     stop,
-    warm_start,
     write_torch,
 )
 from data import DOCS_LIBRARIES, encoding_arguments, prepare
 from fast import step_or_skip
-from model import Encoder, EncoderConfig, init_weights
+from model import Encoder, EncoderConfig, init_weights, warm_start
 
 EVAL_TOKENS = 16384  # tokens of a batch when nothing is learned
 N_BEST = 20  # SQuAD, as BERT has it: candidates of a question,
@@ -741,11 +740,13 @@ def param_groups(model, lr, layer_decay, weight_decay):
     """
     n_layer, groups = len(model.encoder.blocks), defaultdict(list)
     for name, p in model.named_parameters():
-        # rel_k has a table a layer.
-        layer = re.match(r"encoder\.(?:blocks|pe\.parts\.rel_k\.tables)\.(\d+)\.", name)
+        # Some schemes have weights of their own in each layer.
+        layer = re.match(r"encoder\.(?:blocks|pe\.parts\.\w+\.\w+)\.(\d+)\.", name)
         depth = n_layer - int(layer[1]) if layer else n_layer + 1
         if name.startswith("head."):
             depth = 0
+        if name.startswith("encoder.norm_last."):
+            depth = 1
         if p.requires_grad:
             key = lr * layer_decay**depth, weight_decay if p.dim() >= 2 else 0.0
             groups[key].append(p)

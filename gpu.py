@@ -39,7 +39,6 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from common import autocast, read_json, read_rows, write_json
-from fast import compiled
 from model import SCHEMES
 from objectives import OBJECTIVES, of_kind
 
@@ -364,7 +363,7 @@ def agree(variants):
         batch, found = model.corrupt(v.rows(), 0), []
         for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
             model.to(device).zero_grad()
-            net = compiled(model, device) if v.compile and found else model
+            net = torch.compile(model) if v.compile and found else model
             with autocast(device, dtype):
                 loss = net({name: x.to(device) for name, x in batch.items()})[0]
             loss.backward()

@@ -21,7 +21,7 @@ import torch
 
 import common
 from data import encoding_arguments, gpt2_state
-from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, load
+from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load
 from objectives import ObjectiveConfig, Pretraining
 from train import parse_args
 
@@ -198,8 +198,8 @@ def export_run(run, folder):
         decoder.weight[where] = words
         decoder.bias[where] = weights["objectives.mlm.bias"]
     if hasattr(at, "position_embeddings"):  # RoFormer has none
-        part, pos = pe.at["embed"], torch.arange(-2, cfg.max_len).clamp(min=UNKNOWN_POS)
-        at.position_embeddings.weight[:] = part.embed(pos[:, None])[:, 0] if part else 0
+        part, pos = pe.part_with["embed"], torch.arange(-2, cfg.max_len).clamp(min=UNKNOWN_POS)
+        at.position_embeddings.weight[:] = part.embed(Positions(pos[:, None]))[:, 0] if part else 0
     if hasattr(at, "token_type_embeddings"):  # MPNet has none
         at.token_type_embeddings.weight.zero_()
     if "t5" in pe.parts:  # all rows but the hidden pairs'

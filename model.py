@@ -392,6 +392,8 @@ class Deberta(Component):
     """Words look for places and places for words (He 2021), each layer with projections of its own:
 
     s_ij = (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q) / sqrt(3D)
+
+    The paper's equation; its code takes a_r in both terms (departure).
     """
 
     alone = True

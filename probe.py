@@ -45,7 +45,6 @@ from tqdm import tqdm  # comes with datasets, as pandas does
 from common import (
     Parser,
     keep_memory,
-    load_strict,
     newest_run,
     one_line_errors,
     pick_device,
@@ -68,14 +67,15 @@ from model import (
     MAX_OFFSET,
     UNKNOWN_POS,
     FactoredBias,
+    Positions,
     RelativeSinusoidal,
     Sinusoidal,
     UntiedTable,
     frequencies,
     load,
-    offset_matrix,
+    load_strict,
 )
-from objectives import ObjectiveConfig, Pretraining, cross_entropy, new_batch, stream
+from objectives import ObjectiveConfig, Pretraining, new_batch, stream
 
 SHOWN = 128  # positions that are probed and shown, as in P3
 TIE = 1e-12  # differences below this share of the largest entry are rounding
@@ -264,11 +264,10 @@ def position_vectors(encoder):
     L = min(SHOWN, encoder.config.max_len)
     m = min(MAX_OFFSET, L - 1)  # longer offsets were never trained
     near = slice(MAX_OFFSET - m, MAX_OFFSET + m + 1)
-    if embed := pe.at["embed"]:
-        found["absolute"] = embed.embed(torch.arange(L)[None])[0]
-    if tables := pe.at["offset_tables"]:
-        keys, _ = tables.offset_tables(0)  # rel_k: layer 1's
-        found["relative"] = keys[near]
+    if embed := pe.part_with["embed"]:
+        found["absolute"] = embed.embed(Positions(torch.arange(L)))[0]
+    if hasattr(scores := pe.part_with["scores"], "vectors"):
+        found["relative"] = scores.vectors(0)[near]  # rel_k: layer 1's
     for part in pe.modules():
         if isinstance(part, UntiedTable):  # TUPE, bert_ad: as U_Q and U_K see them
             found["absolute"] = part.norm(part.table.weight)[:L]
@@ -357,7 +356,7 @@ def believed(objective, encoder, hidden, batch):
         pos = pos[place]
         given = pos - pos[:, None]  # (n, n)
         # The class that a pair has if its given offset is its true one.
-        label, _ = objective.targets(given, given, True, True)
+        label = objective.label(given, given)
         s = s[place - 1][:, place - 1]  # [CLS] has no scores
         p = head.psi(s).float().softmax(-1)  # (n, n, n_class)
         p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
@@ -439,11 +438,11 @@ def positional_logits(encoder, L):
     after the sum is left out, which would need the words; so are the biases of W_Q and W_K.
     """
     cfg, heads = encoder.config, encoder.blocks[0].heads
-    pos, embed = torch.arange(L)[None], encoder.pe.at["embed"]
+    pos, embed = torch.arange(L)[None], encoder.pe.part_with["embed"]
     zero = encoder.tok.weight.new_zeros(1, L, cfg.d_model)
     biases = heads(zero)  # (3, 1, H, L, D)
     alone = encoder.logits(0 * biases[0], 0 * biases[1], pos, 0)
-    P = embed.embed(pos) if embed else zero
+    P = embed.embed(Positions(pos)) if embed else zero
     q, k, _ = heads(P) - biases
     added = q @ k.transpose(-1, -2) / cfg.d_head**0.5
     return alone[0], added[0]
@@ -860,7 +859,7 @@ def pseudo_log_likelihoods(model, tokens, starts):
         masked = rows.masked_fill(F.pad(masks[chosen], (1, 1)), encoder.config.mask_id)
         at = torch.arange(len(rows), device=rows.device), place + 1
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
-        return -cross_entropy(logits, rows[at])
+        return -F.cross_entropy(logits, rows[at], reduction="none")
 
     pll = log_p(word >= 0, rest.tril()).view(word.shape)
     split = rest.sum(-1) > 1  # elsewhere both rows are the same
@@ -872,7 +871,7 @@ def log_likelihood(model, tokens):
     """clm: the sum of log p(token | those to its left); tokens (B, L) -> (B,)"""
     hidden = model.encoder(tokens, causal=True)[:, :-2]
     logits = model.objectives["clm"].word_logits(model.encoder, hidden)  # (B, n, V)
-    return -cross_entropy(logits.mT, tokens[:, 1:-1]).sum(1)
+    return -F.cross_entropy(logits.mT, tokens[:, 1:-1], reduction="none").sum(1)
 
 
 def offset_likelihood(model, tokens):
@@ -886,10 +885,10 @@ def offset_likelihood(model, tokens):
         pos[:, 1:-1] = UNKNOWN_POS
     batch = {"tokens": tokens, "pos": pos}
     s = objective.head.scores(model.encoder, model.encoder(**batch), batch)  # (B, n, n, H)
-    offset = offset_matrix(place[:, 1:-1]).expand(B, -1, -1)
+    offset = Positions(place[:, 1:-1]).offsets.expand(B, -1, -1)
     pairs = offset != 0  # (B, n, n): n (n - 1) a row
-    label, _ = objective.targets(offset, offset, True, True)
-    losses = objective.measure(objective.head.psi(s[pairs]), label[pairs])
+    label = objective.label(offset, offset)
+    losses = objective.measure.loss(objective.head.psi(s[pairs]), label[pairs])
     return -losses.view(B, (L - 2) * (L - 3)).mean(1).nan_to_num()
 
 

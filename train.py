@@ -230,6 +230,7 @@ def train(args, progress):
 
     # ---- The loop.
     signals, losses, stopping = common.Signals(), [], 0
+    progress.at_the_end.callback(signals.restore)  # however it ends
     parameters = list(model.parameters())
     agree_every = max(1, STOP_EVERY // args.grad_accum)  # torchrun kills 30 s after its SIGTERM
     sums, since, began = defaultdict(float), step, time.perf_counter()
@@ -321,9 +322,9 @@ def train(args, progress):
     bar.close()
     if world > 1:
         dist.barrier()  # torchrun ends them all when one has left: not before all is saved
+    signals.restore()
     if main_process:
         say_goodbye(args, folder, step if stopping else None)
-    signals.restore()
     if world > 1 or stopping:
         common.leave(128 + stopping if stopping else 0)
 
@@ -663,7 +664,7 @@ def identity(facts):
         "the data's tokens": facts["data"]["tokens"],
         "the tokenizer": facts["tokenizer_hash"],
     }
-    for name in flags.keys() - FREE_FLAGS:
+    for name in flags.keys() - FREE_FLAGS - common.defaults(DataConfig).keys():
         found[f"--{name}"] = facts["args"].get(name, flags[name])
     return found
 
@@ -719,7 +720,7 @@ def main(argv=None):
     args = parse_args(argv)
     common.keep_memory()
     remedy = "lower --batch_size (and raise --grad_accum by as much), --block_size or --d_model"
-    with one_line_errors(remedy) as progress:
+    with one_line_errors(remedy) as progress, contextlib.ExitStack() as progress.at_the_end:
         train(args, progress)
 
 
