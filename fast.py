@@ -5,12 +5,15 @@ To understand the project the plain twins are enough: the mean of loss_in_chunks
 and the words of a batch are scored, and the clipped update of step_or_skip.
 """
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_BYTES = 1 << 30  # float32 logits of pairs or of words that may be alive at once
+CACHE_BYTES = 1 << 22  # the same, where each chunk is done with before the next begins
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,7 +127,33 @@ def compiled(net, device):
 # Losses
 
 
-def loss_in_chunks(head, x, target, weight, measure, width, judge):
+class AtOnce(torch.autograd.Function):
+    """Sums over chunks, with the gradient of each taken while its logits are still in the cache.
+    What is kept for the way back is the gradient itself, of x and of the head's parameters."""
+
+    @staticmethod
+    def forward(ctx, sums, size, x, target, weight, *parameters):
+        totals, of_x, of_parameters = 0, [], 0
+        for part, *rest in zip(x.split(size), target.split(size), weight.split(size)):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                found = sums(part, *rest)
+                first, *others = torch.autograd.grad(found[0], [part, *parameters])
+            totals = totals + found.detach()
+            of_x.append(first)
+            of_parameters = (
+                [a + b for a, b in zip(of_parameters, others)] if of_parameters else others
+            )
+        ctx.save_for_backward(torch.cat(of_x), *of_parameters)
+        return totals
+
+    @staticmethod
+    def backward(ctx, upstream):
+        gradients = [upstream[0].to(g.dtype) * g for g in ctx.saved_tensors]
+        return None, None, gradients[0], None, None, *gradients[1:]
+
+
+def loss_in_chunks(head, parameters, x, target, weight, measure, width, judge):
     """Mean loss of head(x) beside target, and share of right predictions, both weighted.
 
     The plain twin:
@@ -134,8 +163,9 @@ def loss_in_chunks(head, x, target, weight, measure, width, judge):
         right = ((measure.predict(logits) == target) * weight).sum() / weight.sum()
 
     x (N, ..), target (N,), weight (N,). A row of L tokens has L^2 (2L - 1) logits of pairs, or L V
-    of words: more than a memory holds. So they are made in chunks of CHUNK_BYTES, and made again in
-    the backward pass: one chunk is alive at a time. width: numbers an item has at its widest.
+    of words: more than a memory holds. So they are made in chunks, one alive at a time. Compiled,
+    they are made again in the backward pass. width: numbers an item has at its widest; parameters:
+    those of the head that learn.
     -> tensors (), (): loss, and accuracy (0 unless it is to judge).
     """
 
@@ -145,16 +175,18 @@ def loss_in_chunks(head, x, target, weight, measure, width, judge):
         right = (measure.predict(logits) == target) * weight if judge else weight.new_zeros(())
         return torch.stack((loss.sum(), right.sum()))
 
-    weight, size = weight.float(), max(1, CHUNK_BYTES // (4 * width))
-    chunks = zip(x.split(size), target.split(size), weight.split(size))
-    if size >= len(x) or not torch.is_grad_enabled():
-        parts = [sums(*chunk) for chunk in chunks]
+    weight, at_once = weight.float(), not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    # At least eight times the head's own weights, whose gradient each chunk adds up.
+    own = sum(4 * p.numel() for p in parameters)
+    size = max(1, (max(CACHE_BYTES, 8 * own) if at_once else CHUNK_BYTES) // (4 * width))
+    if at_once:
+        total = AtOnce.apply(sums, size, x, target, weight, *parameters)
     else:
-        parts = [
-            checkpoint(sums, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in chunks
-        ]
-    loss, right = sum(parts) / weight.sum().clamp(min=1)
+        chunks = zip(x.split(size), target.split(size), weight.split(size))
+        if size < len(x) and torch.is_grad_enabled():
+            sums = partial(checkpoint, sums, use_reentrant=False, preserve_rng_state=False)
+        total = sum(sums(*chunk) for chunk in chunks)
+    loss, right = total / weight.sum().clamp(min=1)
     return loss, right
 
 

@@ -122,6 +122,14 @@ def select(eligible, rate, generator, starts=None):
     return order[:, :k], score[:, :k] >= 0
 
 
+def learned(*modules):
+    """-> parameters that learn: all but those of --freeze_embeddings."""
+    found = []
+    for module in modules:
+        found += [p for p in module.parameters() if p.requires_grad]
+    return found
+
+
 def weighted_mean(values, weight):
     return (values * weight).sum() / weight.sum().clamp(min=1)
 
@@ -152,9 +160,16 @@ class TokenObjective(Objective):
     def score(self, encoder, hidden, target, weight):
         """hidden (N, C), target (N,), weight (N,) bool -> mean cross-entropy, accuracy (0 in
         training)."""
-        head = partial(self.word_logits, encoder)
-        measure, judge = CrossEntropy(self.vocab_size), not self.training
-        return fast.loss_in_chunks(head, hidden, target, weight, measure, self.vocab_size, judge)
+        return fast.loss_in_chunks(
+            partial(self.word_logits, encoder),
+            learned(self, encoder.tok),
+            hidden,
+            target,
+            weight,
+            measure=CrossEntropy(self.vocab_size),
+            width=self.vocab_size,
+            judge=not self.training,
+        )
 
 
 class MLM(TokenObjective):
@@ -333,10 +348,15 @@ class PPLM(Objective):
         # are all that psi sees of a pair: from these few numbers it names the offset.
         s = self.head.scores(encoder, hidden, batch)  # (B, n, n, H)
         # n^2 pairs a row, each with a softmax over 2L - 1 offsets: psi runs in chunks.
-        width, judge = max(self.measure.n_out, PAIR_HIDDEN), not self.training
-        s, label, pairs = s.flatten(0, 2), label.flatten(), pairs.flatten()
         loss, right = fast.loss_in_chunks(
-            self.head.psi, s, label, pairs, self.measure, width, judge
+            self.head.psi,
+            learned(self.head.psi),
+            s.flatten(0, 2),
+            label.flatten(),
+            pairs.flatten(),
+            measure=self.measure,
+            width=max(self.measure.n_out, PAIR_HIDDEN),
+            judge=not self.training,
         )
         if self.cfg.pair_from == "last":  # every weight has a gradient, as DDP wants: 0
             loss = loss + 0 * hidden.sum()
