@@ -34,7 +34,7 @@ import probe
 from baselines import baselines, unigram_entropy
 from common import one_line_errors, pick_fields, read_checkpoint, read_rows, setting
 from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
-from fast import compiled, step_or_skip
+from fast import step_or_skip
 from model import PE_NAMES, Encoder, EncoderConfig
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream, users, without_effect
 
@@ -271,7 +271,7 @@ def train(args, progress):
     if args.compile or args.compile is None and device.type == "cuda":
         how = ", not compiled: no compiler here"
         if common.can_compile(device):
-            net, how = compiled(net, device), ", compiled"
+            net, how = torch.compile(net), ", compiled"
     if main_process:
         n_parameters = sum(p.numel() for p in model.parameters())
         print(
