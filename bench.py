@@ -456,10 +456,8 @@ def agree(variants):
             found.append((loss.item(), torch.cat(grads).float().cpu()))
         (loss, a), (other, b) = found
         off, gradient_off = abs(loss - other), float((a - b).norm() / a.norm())
-        print(
-            f"{v.pe:19}{v.objective:12}{loss:14.4f}{off:10.1e}{gradient_off:17.1e}",
-            flush=True,
-        )
+        line = f"{v.pe:19}{v.objective:12}{loss:14.4f}{off:10.1e}{gradient_off:17.1e}"
+        print(line, flush=True)
         row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile}
         yield row | {"loss": loss, "loss_off": off, "gradient_off": gradient_off}
 
@@ -543,8 +541,9 @@ def race(v, pes, rows):
     v = replace(v, lr=v.lr or v.training.lr, vocab_size=corpus.vocab_size)
     batches = data.Batches(corpus, v.block_size, v.seed)
     builders = learners(v, pes)
-    facts = {key: getattr(v, key) for key in ("race", "preset", "seed", "lr", *SIZES)}
-    facts["tokenizer_hash"] = corpus.meta["tokenizer_hash"]
+    # What makes two rows comparable: others may stand in the same file.
+    facts = {key: getattr(v, key) for key in ("race", "preset", "seed", "lr", "dtype", *SIZES)}
+    facts |= {"threads": torch.get_num_threads(), "tokenizer_hash": corpus.meta["tokenizer_hash"]}
     there = {row["name"]: row for row in rows if facts.items() <= row.items()}
     plan = there.get("step times")
     if plan is None or not builders.keys() <= plan["ms_per_step"].keys():
@@ -555,10 +554,10 @@ def race(v, pes, rows):
     left = [name for name in builders if name not in there]
     ms = plan["ms_per_step"]
     n = len(data.validation_batches(corpus, v.block_size))
-    beside = sum(POINTS * n * ms[name] / 3 / 60e3 for name in left)  # a third of a step: forward
+    beside = sum(POINTS * n * ms[name] / 3 / 60e3 for name in left)  # forward: a third of a step
     print(
         f"{len(left)} of {len(builders)} learners to go, {v.race:g} minutes of training each; with "
-        f"validation about {v.race * len(left) + beside:.0f} minutes"
+        f"validation {v.race * len(left) + beside:.0f} minutes at most"
         f"{'' if v.json else '; without --json nothing is kept'}\n"
         f"{'':24}{'ms/step':>9}{'steps':>8}{'seconds':>9}{'loss':>8}",
         flush=True,
