@@ -7,11 +7,10 @@ beside the hardware.
     python bench.py --sweep --preset paper              # rows of 128 .. 2048, as many tokens a step
     python bench.py --data 'books/*.jsonl.xz'           # tokenising beside decompressing, loader
                                                         # beside step
-    python bench.py --finetune glue                     # SST-2: batches by length, all padded to
-                                                        # 128, and transformers
+    OMP_NUM_THREADS=1 python bench.py --race 5 --json race.json         # loss by the clock, beside
+                                                        # transformers' models of the same size
+    python bench.py --compile --combo --preset paper    # inductor's combo kernels beside plain ones
     python bench.py --agree --pe all --dtype float16    # losses and gradients beside a CPU's
-    python bench.py --lower sm_90 --peer hf --preset paper      # what torch.compile would launch on
-                                                                # a GPU, without one (gpu.py)
     python bench.py --gpu results/gpu.json              # every line that only a GPU can show
 
 A step is corruption, forward, backward, clip and update, on random tokens. What is compared takes
@@ -48,6 +47,8 @@ import itertools
 import multiprocessing
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -56,30 +57,16 @@ from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
 from timeit import repeat, timeit
+from types import SimpleNamespace
 
-import numpy as np
 import torch
+import torch.nn as nn
+from tqdm import tqdm
 
+import common
 import data
-import finetune
 import train
-from common import (
-    DEVICE,
-    DTYPE,
-    Parser,
-    autocast,
-    can_compile,
-    check_settings,
-    keep_memory,
-    one_line_errors,
-    peak_flops,
-    peak_memory_mb,
-    pick_device,
-    pick_dtype,
-    pick_fields,
-    setting,
-    write_json,
-)
+from common import autocast, peak_memory_mb, read_json, setting, write_json
 from fast import step_or_skip
 from model import SCHEMES, Encoder, EncoderConfig
 from objectives import (
@@ -96,9 +83,8 @@ SWEEP = (128, 256, 512, 1024, 2048)  # rows of so many tokens
 SIZES = ("batch_size", "block_size", "mask_rate")  # the preset's, where not given
 # Flags that these tables do not take.
 WITHOUT = {
-    "finetune": {"block_size", "mask_rate", "objective", "compile"},
-    "lower": {"compile", "device", "dtype", "pairs", "warmup"},
-    "gpu": {"pe", "objective", "compile", "dtype", "json"},
+    "race": {"objective", "compile", "combo"},
+    "gpu": {"pe", "objective", "compile", "combo", "dtype", "json"},
 }
 
 
@@ -113,37 +99,40 @@ class BenchConfig:
     )
     sweep: bool = setting(False, f"rows of {', '.join(map(str, SWEEP))} tokens")
     data: str | None = setting(None, "a glob of files: tokenise them, and time the loader")
-    finetune: str | None = setting(
-        None, "folder of GLUE's official files: fine-tune on its SST-2, beside transformers"
-    )
-    lower: str | None = setting(
+    race: float | None = setting(
         None,
-        "a card that need not be there: what torch.compile would launch on it",
-        ("sm_70", "sm_80", "sm_90"),
+        "minutes: train this scheme, abs and models of transformers for so long each, on docs; "
+        "learners that the --json file has already are skipped",
+        "(0, 1e5]",
     )
+    combo: bool = setting(False, "--compile: with inductor's combo kernels, beside without")
     agree: bool = setting(False, "losses and gradients of small models, beside float32 on a CPU")
     gpu: str | None = setting(
         None,
         "file for the results of every command that wants a GPU; what "
         "it has is skipped; flags given besides are added to each",
     )
-    cache: str = setting("cache", "--finetune: folder of prepared data")
+    cache: str = setting("cache", "--race, --gpu: folder of prepared data")
     preset: str = setting("demo", "sizes", tuple(train.PRESETS))
     batch_size: int = setting(32, "rows", "[1, 1e6]")
     block_size: int = setting(64, "tokens a row", "[4, 1e5]")
     mask_rate: float = setting(0.15, "of mlm", "(0, 1)")
+    lr: float | None = setting(None, "--race: peak rate of all (default: the preset's)", "(0, 1e9)")
+    seed: int = setting(1337, "--race: of weights, rows and masks", "[0, 9e18]")
     pairs: int = setting(15, "steps of each that are timed", "[2, 1e6]")
     warmup: int = setting(3, "steps of each before", "[0, 1e6]")
-    device: str | None = DEVICE
-    dtype: str | None = DTYPE
+    device: str | None = common.DEVICE
+    dtype: str | None = common.DTYPE
     compile: bool | None = setting(None, "--peer has both, unless --no-compile")
     json: str | None = setting(None, "file to write the rows to")
+    vocab_size: int | None = setting(None)  # None: as large as the preset's tokenizer
 
-    __post_init__ = check_settings
+    __post_init__ = common.check_settings
 
     @property
     def name(self):
-        return f"{self.peer or 'ours'} {'compiled' if self.compile else 'eager'}"
+        how = "compiled" if self.compile else "eager"
+        return f"{self.peer or 'ours'} {'combo' if self.combo else how}"
 
     @property
     def training(self):
@@ -153,17 +142,19 @@ class BenchConfig:
     @property
     def machine(self):
         """-> device, dtype."""
-        device = pick_device(self.device)
-        return device, pick_dtype(device, self.dtype)[0]
+        device = common.pick_device(self.device)
+        return device, common.pick_dtype(device, self.dtype)[0]
 
     @property
     def shape(self):
-        return pick_fields(
+        training = self.training
+        return common.pick_fields(
             EncoderConfig,
-            self.training,
+            training,
             pe=self.pe,
             max_len=self.block_size,
-            vocab_size=8192 if self.training.tokenizer == "bpe" else 50265,
+            attn_dropout=training.dropout,
+            vocab_size=self.vocab_size or (8192 if training.tokenizer == "bpe" else 50265),
         )
 
     def rows(self):
@@ -206,24 +197,35 @@ class FullMLM(MLM):
         return self.score(encoder, hidden.flatten(0, 1), *every)[0], {}
 
 
+# transformers' classes -> what their users would set: positions at the input; T5's bias besides;
+# DeBERTa-v3's, whose tables here have the offsets that occur.
+PEERS = {
+    "RobertaForMaskedLM": dict(type_vocab_size=1, attn_implementation="sdpa"),
+    "MPNetForMaskedLM": {},
+    "DebertaV2ForMaskedLM": dict(
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+    ),
+}
+
+
 def build_hf(cfg, kind="RobertaForMaskedLM"):
-    """transformers' RoBERTa of the same sizes. Its positions start at 2, and it has token types:
-    one, here."""
+    """A model of transformers with our sizes. RoBERTa's positions start at 2."""
     from hf import SHAPE, transformers  # seconds, and memory
 
     if transformers is None:
         raise ValueError("the peer needs transformers: pip install -r requirements-dev.txt")
     sizes = {theirs: getattr(cfg, ours) for ours, theirs in SHAPE.items()}
-    config = transformers.RobertaConfig(
-        **sizes,
-        max_position_embeddings=cfg.max_len + 2,
-        type_vocab_size=1,
-        attn_implementation="sdpa",
+    model_class = getattr(transformers, kind)
+    return model_class(
+        model_class.config_class(**sizes, max_position_embeddings=cfg.max_len + 2, **PEERS[kind])
     )
-    return getattr(transformers, kind)(config)
 
 
-def collate(tokens, cfg, rate):
+def mask_as_peer(tokens, cfg, rate):
     """As DataCollatorForLanguageModeling masks -> input ids, labels (-100: not scored)."""
     chance, dice = torch.rand(2, *tokens.shape, device=tokens.device)
     selected = (chance < rate) & (tokens < cfg.cls_id)
@@ -232,21 +234,26 @@ def collate(tokens, cfg, rate):
     return {"input_ids": ids, "labels": tokens.masked_fill(~selected, -100)}
 
 
+def compiled(v, net):
+    return torch.compile(net, options={"combo_kernels": True} if v.combo else None)
+
+
 def learner(model, v):
-    """-> a function that updates the model with each of the losses it is given (functions), and
-    says in how many seconds."""
+    """-> a function that updates the model with a loss (a function), at this rate, and says in how
+    many seconds."""
     device, dtype = v.machine
     parameters = list(model.to(device).train().parameters())
-    optimizer = train.make_optimizer(model, v.training, torch.tensor(v.training.lr, device=device))
+    rate = torch.tensor(v.training.lr, device=device)
+    optimizer = train.make_optimizer(model, v.training, rate)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-    def timed(losses):
+    def timed(loss, lr=v.training.lr):
         start = perf_counter()
-        for loss in losses:
-            with autocast(device, dtype):
-                value = loss()
-            scaler.scale(value).backward()
-            step_or_skip(parameters, optimizer, scaler)
+        rate.fill_(lr)
+        with autocast(device, dtype):
+            value = loss()
+        scaler.scale(value).backward()
+        step_or_skip(parameters, optimizer, scaler)
         value.item()  # a GPU is waited for
         return perf_counter() - start
 
@@ -257,16 +264,14 @@ def pretraining(v):
     """-> a function that makes a step on random tokens, and says in how many seconds."""
     torch.manual_seed(0)
     model, cfg = v.build(), v.shape
-    net, tokens = model, v.rows().to(v.machine[0])
-    if v.compile:  # a peer as its users do
-        net = torch.compile(net) if v.peer else torch.compile(net)
+    net, tokens = compiled(v, model) if v.compile else model, v.rows().to(v.machine[0])
 
     def loss():
         if v.peer:
-            return net(**collate(tokens, cfg, v.mask_rate)).loss
+            return net(**mask_as_peer(tokens, cfg, v.mask_rate)).loss
         return net(model.corrupt(tokens, 0))[0]
 
-    return partial(learner(model, v), [loss])
+    return partial(learner(model, v), loss)
 
 
 def turns(v, steps):
@@ -295,7 +300,7 @@ def fresh(function, *args):
 
 
 def peak_memory(v):
-    keep_memory()
+    common.keep_memory()
     step = pretraining(v)
     for _ in range(3):
         step()
@@ -354,10 +359,10 @@ def compare(variants, reference, key):
     for v in variants:
         v.n_parameters()  # what cannot be built shows before anything is measured
     peaks = [fresh(peak_memory, v) for v in variants]  # while this process is small
-    keep_memory()
+    common.keep_memory()
     device, dtype = variants[0].machine
     product, copy = ceilings(device, dtype)
-    peak_rate = peak_flops(device) if dtype != torch.float32 else None
+    peak_rate = common.peak_flops(device) if dtype != torch.float32 else None
     print(
         f"a matrix product: {product / 1e12:.2f} TFLOP/s, a copy: {copy / 1e9:.1f} GB/s\n"
         f"{'':14}{'pe':19}{'objective':12}{'B x L':>10}{'ms/step':>9}{'tokens/s':>11}"
@@ -429,69 +434,224 @@ def bench_data(v, files):
         f"the loader: {loader_ms:.2f} ms a batch of {v.batch_size} x {v.block_size}, "
         f"{share:.2%} of a step"
     )
-    yield {
-        "name": "data",
-        "mb": mb,
-        "decompress_s": decompress_s,
-        "tokenize_s": tokenize_s,
-        "peak_mem_mb": peak,
-        "loader_ms": loader_ms,
-        "loader_share": share,
-    }
+    row = dict(name="data", mb=mb, decompress_s=decompress_s, tokenize_s=tokenize_s)
+    yield row | dict(peak_mem_mb=peak, loader_ms=loader_ms, loader_share=share)
 
 
-def bench_finetune(v):
-    """Fine-tuning on SST-2: batches of near lengths, the same rows padded to 128, and the peer on
-    the batches of the former. A round is ten batches of each in turn."""
+def agree(variants):
+    """How far the loss and the gradient of one batch are from a CPU's in float32: the loss as a
+    difference, the gradient by the length of the difference over its own."""
+    print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'off by':>10}{'gradient off by':>17}")
+    for v in variants:
+        torch.manual_seed(0)
+        model = v.build().eval()  # dropout off
+        batch, found = model.corrupt(v.rows(), 0), []
+        for device, dtype in ((torch.device("cpu"), torch.float32), v.machine):
+            model.to(device).zero_grad()
+            net = compiled(v, model) if v.compile and found else model
+            with autocast(device, dtype):
+                loss = net({name: x.to(device) for name, x in batch.items()})[0]
+            loss.backward()
+            grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            found.append((loss.item(), torch.cat(grads).float().cpu()))
+        (loss, a), (other, b) = found
+        off, gradient_off = abs(loss - other), float((a - b).norm() / a.norm())
+        line = f"{v.pe:19}{v.objective:12}{loss:14.4f}{off:10.1e}{gradient_off:17.1e}"
+        print(line, flush=True)
+        row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile}
+        yield row | {"loss": loss, "loss_off": off, "gradient_off": gradient_off}
+
+
+# --------------------------------------------------------------------------------------------------
+# The race
+
+POINTS = 20  # of a learner's curve
+
+
+class Peer(nn.Module):
+    """A model of transformers that takes our batches: our ids, each place its position, no id
+    treated as padding."""
+
+    def __init__(self, theirs, ours):
+        super().__init__()
+        self.theirs, self.corrupt = theirs, ours.corrupt
+        self.encoder = SimpleNamespace(config=ours.encoder.config)  # train.evaluate asks for L
+        theirs.config.pad_token_id = None
+        for module in theirs.modules():
+            if isinstance(module, nn.Embedding):  # the padding's row would stay 0
+                module.padding_idx = None
+                nn.init.normal_(module.weight, std=theirs.config.initializer_range)
+
+    def forward(self, batch):
+        """-> the mean loss of the masked places, which is what ours has; nothing to log."""
+        labels = batch["original"].masked_fill(~batch["mlm_masked"], -100)
+        place = torch.arange(labels.size(1), device=labels.device)[None]
+        return self.theirs(batch["tokens"], position_ids=place, labels=labels).loss, {}
+
+
+def learners(v, pes):
+    """-> {name: a function that makes the model}, ours and transformers'."""
+    found = {f"ours {pe}": replace(v, pe=pe).build for pe in dict.fromkeys([*pes, "abs"])}
+    for kind in PEERS:
+        found[kind] = lambda kind=kind: Peer(build_hf(v.shape, kind), replace(v, pe="none").build())
+    return found
+
+
+def start(v, build, batches):
+    """-> a fresh model, and a function that makes its step of a number at a rate, on the rows and
+    masks that train.py would have there, and says in how many seconds."""
+    torch.manual_seed(v.seed)
+    model = build()
+    update = learner(model, v)
+
+    def step(number, lr):
+        def loss():
+            tokens = torch.from_numpy(batches(number, v.batch_size)).to(v.machine[0])
+            return model(model.corrupt(tokens, v.seed, number, 0))[0]
+
+        return update(loss, lr)
+
+    return model, step
+
+
+def run_of(v, build, corpus, batches, steps, name):
+    """Train for so many steps, warm-up and decay included -> facts for the learner's row."""
+    device, dtype = v.machine
+    model, step = start(v, build, batches)
+    warmup = min(v.training.warmup, steps // 3)
+    marks = {round(steps * (i + 1) / POINTS) for i in range(POINTS)}
+    seconds, curve = 0.0, []
+    for n in tqdm(range(steps), name, unit="step", leave=False, disable=None):
+        # As in train.py: linear warm-up, then linear decay to 0.
+        decay, rise = (steps - n) / max(1, steps - warmup), (n + 1) / max(1, warmup)
+        seconds += step(n, v.lr * min(rise, decay))
+        if n + 1 in marks:  # beside the clock
+            loss = train.evaluate(model, corpus, autocast(device, dtype), device)["val_loss"]
+            curve.append((seconds, loss))
+    n_parameters = sum(p.numel() for p in model.parameters())
+    facts = {"parameters": n_parameters, "steps": steps, "warmup": warmup, "seconds": seconds}
+    return facts | {"loss": loss, "curve": curve}
+
+
+def race(v, pes, rows):
+    """Each learner's validation loss after the same minutes of training. How many steps fit into
+    them is measured first, in turn; each then runs, decayed to its end. rows: those of an earlier
+    start; they yield nothing again."""
     corpus = data.prepare("docs", "bpe", v.cache)
-    cfg = replace(v.shape, vocab_size=corpus.vocab_size, max_len=128)
-    start = {
-        "config": vars(cfg),
-        "tokenizer": data.encoding_arguments(corpus.tokenizer),
-        "model": {},
-    }
-    ours = finetune.make_model(start, "sst2", 128, 0)
-    hf = build_hf(cfg, "RobertaForSequenceClassification")
-    flags = finetune.parse_args(["--task", "sst2", "--data_dir", v.finetune])
-    rows, _ = finetune.encode_rows(ours, finetune.read_split("sst2", flags, "train")["sst2"])
-    groups = list(finetune.batches(rows, v.batch_size, np.random.default_rng(0)))
-    rows.append(([cfg.pad_id] * 128, 0))  # the last one, -1, makes a batch so wide
-
-    def batch(group):
-        return finetune.collate(rows, group, cfg.pad_id, v.machine[0])
-
-    def peer(group):  # RoBERTa's own pad id is 1, from which it counts positions
-        tokens, _, labels = batch(group)
-        padded = tokens == cfg.pad_id
-        return hf(tokens.masked_fill(padded, 1), (~padded).long(), labels=labels).loss
-
-    def ten_steps(model, loss):
-        timed, order = learner(model, v), itertools.cycle(groups)
-        return lambda: timed([partial(loss, next(order)) for _ in range(10)])
-
-    seconds = turns(
-        v,
-        [
-            ten_steps(ours, lambda group: ours.loss(*batch(group))),
-            ten_steps(ours, lambda group: ours.loss(*(x[:-1] for x in batch([*group, -1])))),
-            ten_steps(hf, peer),
-        ],
-    )
+    v = replace(v, lr=v.lr or v.training.lr, vocab_size=corpus.vocab_size)
+    batches = data.Batches(corpus, v.block_size, v.seed)
+    builders = learners(v, pes)
+    # What makes two rows comparable: others may stand in the same file.
+    facts = {key: getattr(v, key) for key in ("race", "preset", "seed", "lr", "dtype", *SIZES)}
+    facts |= {"threads": torch.get_num_threads(), "tokenizer_hash": corpus.meta["tokenizer_hash"]}
+    there = {row["name"]: row for row in rows if facts.items() <= row.items()}
+    plan = there.get("step times")
+    if plan is None or not builders.keys() <= plan["ms_per_step"].keys():
+        steps = [partial(start(v, build, batches)[1], 0, 0.0) for build in builders.values()]
+        ms = [1e3 * median(seconds) for seconds in turns(v, steps)]
+        plan = {"name": "step times", **facts, "ms_per_step": dict(zip(builders, ms))}
+        yield plan
+    left = [name for name in builders if name not in there]
+    ms = plan["ms_per_step"]
+    n = len(data.validation_batches(corpus, v.block_size))
+    beside = sum(POINTS * n * ms[name] / 3 / 60e3 for name in left)  # forward: a third of a step
     print(
-        f"SST-2, batch {v.batch_size}\n{'':16}{'ms a batch':>10}  time, over that by length "
-        "(middle half)"
+        f"{len(left)} of {len(builders)} learners to go, {v.race:g} minutes of training each; with "
+        f"validation {v.race * len(left) + beside:.0f} minutes at most"
+        f"{'' if v.json else '; without --json nothing is kept'}\n"
+        f"{'':24}{'ms/step':>9}{'steps':>8}{'seconds':>9}{'loss':>8}",
+        flush=True,
     )
-    for name, each in zip(("by length", "padded to 128", "hf"), seconds):
-        low, middle, high = middle_half(each, seconds[0])
-        ms = 100 * median(each)
-        print(f"{name:16}{ms:10.1f}  {middle:.2f} ({low:.2f} - {high:.2f})")
-        yield {
-            "name": f"finetune {name}",
-            "ms_per_batch": ms,
-            "ratio_low": low,
-            "ratio": middle,
-            "ratio_high": high,
-        }
+    for name, build in builders.items():
+        row = there.get(name)
+        if row is None:
+            steps = max(1, int(60e3 * v.race / ms[name]))
+            row = {"name": name, **facts, **run_of(v, build, corpus, batches, steps, name)}
+            yield row
+        print(
+            f"{name:24}{ms[name]:9.1f}{row['steps']:8,}{row['seconds']:9.0f}{row['loss']:8.3f}",
+            flush=True,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Where there is a card
+
+LIMIT = 540  # seconds a command of --gpu may take
+DOCS = "--dataset docs --tokenizer bpe"
+
+
+def lines_of_gpu():
+    """-> the commands, in the order of running. A GPU's numbers count once they agree with a
+    CPU's."""
+    found = []
+    for dtype in ("float32", "float16", "bfloat16"):
+        found += [f"bench.py --agree --pe all --dtype {dtype}"]
+        found += [f"bench.py --agree --objective all --pe tupe_r --dtype {dtype}"]
+    found += [f"data.py {DOCS}"]
+    fp16 = "--pe tupe_r --objective pplm --preset paper --dtype float16 --steps 50"
+    found += [f"train.py {fp16} {DOCS} --out_dir out/gpu/fp16"]
+    found += [f"bench.py --peer hf --preset {x} --mask_rate .15" for x in ("paper", "base")]
+    paper = "bench.py --compile --preset paper"
+    found += [f"{paper} --pe {pe}" for pe in ("tupe_r", "tupe_a", "rel", "t5", "rope")]
+    found += [f"{paper} --objective {x}" for x in ("pplm", "taco", "mlm_full")]
+    found += ["bench.py --agree --compile --combo --pe tupe_r,rel --objective mlm,pplm"]
+    found += [f"{paper} --combo", "bench.py --sweep --preset paper"]
+    found += [f"bench.py --agree --compile --pe {pe}" for pe in SCHEMES]
+    found += [f"bench.py --agree --compile --pe tupe_r --objective {x}" for x in OBJECTIVES]
+    for x in ("mlm", "clm", *of_kind("position")):
+        run = f"--pe abs --objective {x} --preset paper --resume"
+        found += [f"train.py {run} {DOCS} --out_dir out/gpu/{x}"]
+    return found
+
+
+def every_line(file, given):
+    """Run what the file lacks of lines_of_gpu(), a process a command; a command is a row, written
+    at once. One that fails is a row too; one that LIMIT cuts goes on when it is asked for again."""
+    rows = read_json(file, rows=list)["rows"] if os.path.exists(file) else []
+    write_json(file, {"rows": rows})  # what cannot be written shows at once
+    for command in lines_of_gpu():
+        if command not in [row["command"] for row in rows if row["exit"] != "stopped"]:
+            rows = [row for row in rows if row["command"] != command]
+            rows.append(row_of_command(command, given, Path(f"{file}.part")))
+            write_json(file, {"rows": rows})
+            yield rows[-1]
+
+
+def row_of_command(command, given, part):
+    """Run it, with the flags that were given besides -> its row: exit, seconds and what it found.
+    part: a file for what bench.py finds."""
+    program, *words = command.split()
+    # Only bench.py has --pairs, which make this a trial: as many --steps of training.
+    names = {"device": "device", "preset": "preset", "cache": "cache", "pairs": "steps"}
+    if program == "bench.py":
+        names = {name: name for name in given if name != "gpu"}
+        words.append(f"--json={part}")
+    elif program == "data.py":
+        names = {"cache": "cache"}
+    else:
+        part = Path(words[-1], "log.jsonl")
+    words += [f"--{names[name]}={x}" for name, x in given.items() if name in names]
+    print(f"python {program} {' '.join(words)}", flush=True)
+    whole = [sys.executable, Path(__file__).with_name(program), *words]
+    process = subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)
+    row, began = {"command": command}, perf_counter()
+    try:
+        error = process.communicate(timeout=LIMIT)[1]
+        row["exit"] = process.returncode
+    except subprocess.TimeoutExpired:
+        process.terminate()  # a run is saved
+        error = process.communicate()[1]
+        row["exit"] = "stopped" if program == "train.py" else "too long"
+    row["seconds"] = perf_counter() - began
+    if row["exit"]:
+        row["error"] = error.strip().splitlines()[-1:]
+    if part.exists() and program == "train.py":
+        row["rows"] = common.read_rows(part)[1:]
+    elif part.exists():
+        row |= read_json(part)
+        part.unlink()
+    return row
 
 
 # --------------------------------------------------------------------------------------------------
@@ -500,59 +660,47 @@ def bench_finetune(v):
 
 def names_of(args):
     """--pe and --objective -> two lists of names."""
-    # Without the aliases: a name that stands for another one.
-    pes = [
-        name
-        for name, x in SCHEMES.items()
-        if x not in list(SCHEMES.values())[: list(SCHEMES).index(name)]
-    ]
+    first = {}  # name of each sum: an alias means what an earlier one does
+    for name, parts in SCHEMES.items():
+        first.setdefault(tuple(parts), name)
+    pes = list(first.values())
     tasks = [*OBJECTIVES, "mlm_full"]
     pes = pes if args.pe == "all" else args.pe.split(",")
     return pes, tasks if args.objective == "all" else args.objective.split(",")
 
 
-def table(args, given):
-    """-> an iterator of rows. Raises ValueError before anything is measured."""
+def table(args, given, rows=()):
+    """-> an iterator of rows. Raises ValueError before anything is measured.
+
+    rows: those that the --json file has already; --race goes on from them.
+    """
     pes, tasks = names_of(args)
-    if args.gpu or args.agree or args.lower:
-        import gpu  # and inductor with it: seconds, and memory
-    tables = {"sweep", "data", "finetune", "agree", "gpu", "lower" if args.lower else "peer"}
-    for name, without in WITHOUT.items():
-        if getattr(args, name):
-            tables |= without
-    asked = given.keys() & tables
-    for name, names in (("pe", pes), ("objective", tasks)):
-        if names[1:] and not (args.lower or args.agree):  # which take all pairs of them
-            asked.add(name)
-    if len(asked) > 1:
-        raise ValueError(f"--{' and --'.join(sorted(asked))} do not go together: a table at a time")
+    check_together(args, given, pes, tasks)
     kinds = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
-    if True in kinds and not can_compile(args.machine[0]):
+    if True in kinds and not common.can_compile(args.machine[0]):
         print("compiled: skipped, no compiler here")
         kinds = [False]
     ours = replace(args, peer=None, pe=pes[0], objective=tasks[0], compile=kinds[0])
     ours.n_parameters()
-    peer = replace(ours, peer="hf", pe="abs", objective="mlm")
     variants = [replace(ours, pe=x, objective=y) for x, y in itertools.product(pes, tasks)]
     if args.agree:
-        return gpu.agree(variants)
-    if args.lower:
-        gpu.pretend()  # may start this program anew: nothing was printed yet
-        if args.peer:
-            variants.append(peer)
-        return gpu.lower(variants, args.lower, collate)
-    if args.finetune:
-        return bench_finetune(ours)
+        return agree(variants)
     if args.gpu:
-        return gpu.every_line(args.gpu, given)
+        return every_line(args.gpu, given)
+    if args.race:
+        return race(ours, pes if "pe" in given else ["tupe_r"], rows)
     if args.data:
         files = glob.glob(os.path.expanduser(args.data), recursive=True)
         if not files:
             raise ValueError(f"--data {args.data}: no file matches; 'books/*.jsonl.xz' would do")
         return bench_data(ours, files)
     if args.peer:
+        peer = replace(ours, peer="hf", pe="abs", objective="mlm")
         variants = [replace(v, compile=kind) for v, kind in itertools.product((ours, peer), kinds)]
         return compare(variants, None, None)
+    if args.combo:
+        plain = replace(ours, combo=False)
+        return compare([plain, ours], plain, "plain")
     if args.sweep:
         tokens = max(ours.batch_size * ours.block_size, SWEEP[-1])
         variants = [replace(ours, batch_size=tokens // L, block_size=L) for L in SWEEP]
@@ -562,28 +710,52 @@ def table(args, given):
     return compare(variants, replace(ours, pe="abs"), "abs")
 
 
+def check_together(args, given, pes, tasks):
+    """Raise ValueError on flags that ask for two tables."""
+    tables = {"sweep", "data", "agree", "gpu", "peer", "race"}
+    if not args.agree:
+        tables.add("combo")
+    for name, without in WITHOUT.items():
+        if getattr(args, name):
+            tables |= without
+    asked = given.keys() & tables
+    for name, names in (("pe", pes), ("objective", tasks)):
+        if names[1:] and not (args.agree or args.race):  # which take all of them
+            asked.add(name)
+    if len(asked) > 1:
+        raise ValueError(f"--{' and --'.join(sorted(asked))} do not go together: a table at a time")
+    if args.combo and not args.compile:
+        raise ValueError("--combo is of compiled kernels: add --compile")
+
+
 def parse_args(argv=None):
     """-> BenchConfig, and {flag: value} of what was given."""
-    parser = Parser("bench.py", __doc__)
+    parser = common.Parser("bench.py", __doc__)
     parser.add_settings("flags", BenchConfig, SIZES)
     given = vars(parser.parse_args(argv))
     preset = train.PRESETS[given.get("preset", "demo")]
-    with one_line_errors():
+    with common.one_line_errors():
         return BenchConfig(**{name: preset[name] for name in SIZES} | given), given
 
 
 def main(argv=None):
     args, given = parse_args(argv)
-    rows = []
-    with one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
-        lines = table(args, given)  # measures nothing yet
+    with common.one_line_errors("lower --batch_size, --block_size, or take a smaller --preset"):
+        device, dtype = args.machine
+        precision = str(dtype).removeprefix("torch.")
+        args = replace(args, dtype=precision)  # measured once, for all processes
+        rows = (
+            read_json(args.json, rows=list)["rows"]
+            if args.race and args.json and Path(args.json).exists()
+            else []
+        )
+        lines = table(args, given, [*rows])  # measures nothing yet
         if args.json:
             Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        device, dtype = args.machine
         chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
         if device.type == "cuda":
             chip = torch.cuda.get_device_name()
-        machine = f"{chip}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}"
+        machine = f"{chip}, torch {torch.__version__}, {precision}"
         print(f"{machine}; preset {args.preset}")
         for row in lines:
             rows.append(row)

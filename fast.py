@@ -109,21 +109,6 @@ class InOrder:
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiling
-
-
-def compiled(net, device):
-    """The plain twin:
-
-        return torch.compile(net)
-
-    On a GPU kernels that do not wait for one another share a launch (combo kernels): forward and
-    backward of `paper` are 346 launches instead of 592 (bench.py --lower).
-    """
-    return torch.compile(net, options={"combo_kernels": device.type == "cuda"})
-
-
-# --------------------------------------------------------------------------------------------------
 # Losses
 
 

@@ -54,7 +54,6 @@ import common
 import data
 import fast
 import finetune
-import gpu
 import hf
 import model as model_module
 import naive
@@ -2187,6 +2186,28 @@ def test_the_rate_that_is_logged_was_used(run, tmp_path, monkeypatch):
 )
 def test_a_card_without_kernels_is_noticed(card, built, runs):
     assert common.has_kernels(*card, built) is runs
+
+
+@pytest.mark.parametrize(
+    "gain, dtype, why",
+    [
+        (1.9, torch.bfloat16, "bf16 products are 1.9 times as fast here"),
+        (1.1, torch.float32, "bf16 is hardly faster on this CPU"),
+        (0.5, torch.float32, "bf16 is slower on this CPU"),
+    ],
+)
+def test_a_cpu_takes_bf16_where_it_is_faster(gain, dtype, why, monkeypatch):
+    """Whatever units it has. Every second product in bf16 is disturbed; the best counts."""
+    cpu = torch.device("cpu")
+    seconds = {torch.float32: itertools.cycle([gain]), torch.bfloat16: itertools.cycle([1, 5])}
+    monkeypatch.setattr(common, "product_seconds", lambda dtype: next(seconds[dtype]))
+    monkeypatch.setattr(common, "bf16_gain", common.bf16_gain.__wrapped__)  # not remembered
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert common.pick_dtype(cpu) == (dtype, why)
+    assert common.pick_dtype(cpu, "bfloat16") == (torch.bfloat16, "asked for")
+    for units in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, units, lambda: False)
+    assert common.pick_dtype(cpu)[0] == torch.float32
 
 
 def test_more_processes_than_gpus(monkeypatch):
@@ -4982,8 +5003,10 @@ variant = functools.partial(
 
 @pytest.fixture
 def no_memory(monkeypatch):
-    """Peak memory takes a process for each row: measured in one test only."""
+    """Peak memory takes a process for each row, the machine's rates a second: measured in one test
+    only."""
     monkeypatch.setattr(bench, "fresh", lambda function, *args: 1.0)
+    monkeypatch.setattr(bench, "ceilings", lambda device, dtype: (1e12, 1e10))
 
 
 def bench_rows(tmp_path, *flags):
@@ -4998,15 +5021,19 @@ def bench_rows(tmp_path, *flags):
     return found["rows"]
 
 
-def test_bench_holds_schemes_against_abs_and_objectives_against_mlm(tmp_path, no_memory):
+def test_bench_holds_schemes_against_abs_and_objectives_against_mlm(
+    tmp_path, no_memory, monkeypatch
+):
+    seconds = {"rel": 0.003, "pplm": 0.002, "mlm_full": 0.004}
+    monkeypatch.setattr(
+        bench, "pretraining", lambda v: lambda: seconds.get(v.pe, seconds.get(v.objective, 0.001))
+    )
     rows = bench_rows(tmp_path, "--pe", "abs,rel")
-    assert [row["pe"] for row in rows] == ["abs", "rel"]
+    assert [(row["pe"], row["ratio_to_abs"]) for row in rows] == [("abs", 1), ("rel", 3)]
     assert [row["parameters_added"] for row in rows] == [17 * 128, 130 * 32]
-    for row in rows:
-        assert row["ratio_to_abs_low"] <= row["ratio_to_abs"] <= row["ratio_to_abs_high"]
     rows = bench_rows(tmp_path, "--objective", "pplm,mlm_full,taco")
-    assert [row["objective"] for row in rows] == ["pplm", "mlm_full", "taco"]
-    assert all("ratio_to_mlm" in row for row in rows)
+    found = {row["objective"]: row["ratio_to_mlm"] for row in rows}
+    assert found == {"pplm": 2, "mlm_full": 4, "taco": 1}
 
 
 def test_bench_sweeps_lengths_at_constant_tokens(tmp_path, no_memory, monkeypatch):
@@ -5038,11 +5065,14 @@ def test_all_is_every_model_once(monkeypatch):
     expected = [*objectives.OBJECTIVES, "mlm_full"]
     assert [v.objective for v in variants] == expected and key == "mlm"
     compiled = variant(peer="hf")
-    monkeypatch.setattr(bench, "can_compile", lambda device: True)
+    monkeypatch.setattr(common, "can_compile", lambda device: True)
     names = [v.name for v in bench.table(compiled, {})[0]]
     assert names == ["ours eager", "ours compiled", "hf eager", "hf compiled"]
+    variants, key = bench.table(variant(combo=True, compile=True), {})
+    assert [v.name for v in variants] == ["ours compiled", "ours combo"] and key == "plain"
 
 
+@pytest.mark.slow
 def test_bench_measures_memory_in_a_fresh_process(tmp_path):
     (row,) = bench_rows(tmp_path, "--pe", "abs")
     assert 50 < row["peak_mem_mb"] < 5000
@@ -5075,7 +5105,7 @@ def test_peers_masking_is_the_collators():
     cfg = variant().shape
     tokens = torch.randint(4, cfg.cls_id, (500, 200))
     tokens[:, 0] = cfg.cls_id
-    ids, labels = bench.collate(tokens, cfg, 0.15).values()
+    ids, labels = bench.mask_as_peer(tokens, cfg, 0.15).values()
     scored = labels != -100
     assert not scored[:, 0].any() and torch.equal(labels[scored], tokens[scored])
     assert torch.equal(ids[~scored], tokens[~scored]) and ids.max() <= cfg.mask_id
@@ -5092,7 +5122,7 @@ def test_peers_masking_is_the_collators():
         ("demo", "clm"),
         ("demo", "pplm"),
         ("demo", "mlm+pplm_binary"),
-        ("paper", "mlm"),
+        pytest.param("paper", "mlm", marks=pytest.mark.slow),
     ],
 )
 def test_floor_is_what_pytorch_counts(preset, objective):
@@ -5136,75 +5166,22 @@ def test_floor_in_the_docstring_is_the_one_counted():
         ("--mask_rate 2", "mask_rate"),
         ("--preset foo", "invalid choice"),
         ("--data docs", "no file"),
-        ("--finetune glue --compile", "--compile and --finetune do not go together"),
-        ("--lower sm_90 --sweep", "--lower and --sweep do not go together"),
-        ("--lower sm_60", "invalid choice"),
+        ("--race 5 --compile", "--compile and --race do not go together"),
+        ("--race 0", "(0, "),
+        ("--combo", "add --compile"),
         ("--gpu no/such.json", "no/such.json"),
         ("--gpu x.json --pe rel", "--gpu and --pe do not go together"),
-        ("--lower sm_90", "--device and --lower do not go together"),
     ],
 )
 def test_bench_mistakes_are_one_line(flags, said, capsys):
     assert said in one_line(capsys, bench.main, ["--device", "cpu", *flags.split()])
 
 
-def lowered(folder, *flags):
-    """Rows of bench.py --lower, run as one runs it: it starts itself anew."""
-    flags = "--block_size 16", "--json", str(folder / "rows.json"), *flags
-    done = run_in(HERE, "bench.py", *itertools.chain(*map(shlex.split, flags)))
-    assert done.returncode == 0, done.stderr
-    return read(folder / "rows.json")["rows"]
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="no g++: it stands in for a driver")
-@pytest.mark.parametrize(
-    "card, flags", [("sm_70", "--pe tupe_r,rel --objective pplm"), ("sm_90", "--pe abs --peer hf")]
-)
-def test_a_card_that_is_not_there_is_lowered_for(card, flags, tmp_path):
-    """The kernels are a card's own: attention is Flash where nothing is added to the logits and the
-    card has it, else the memory-efficient one, and for rel written out; as many products as the
-    model has."""
-    for row in lowered(tmp_path, f"--lower {card} {flags} --batch_size 4"):
-        kinds = row["kernels"]
-        fused = 0 if row["pe"] == "rel" else 4  # layers
-        flash = fused if card == "sm_90" and row["pe"] == "abs" else 0
-        for kind, n in (("flash", flash), ("efficient", fused - flash)):
-            for way in ("", "_backward"):
-                assert kinds.get(f"_scaled_dot_product_{kind}_attention{way}", 0) == n
-        # Four linear layers a layer, once forward and twice backward; the heads' besides.
-        products = sum(kinds.get(kind, 0) for kind in ("mm", "addmm", "bmm"))
-        assert products >= 3 * 4 * 4 + 3
-        assert row["launches"] == sum(kinds.values()) and kinds["triton"] > 50
-        # What attention returns is no launch, and ours share some; the peer's do not.
-        assert (kinds["triton"] < 1.5 * products) == row["name"].startswith("ours")
-        assert row["estimated_ms"] >= 2.5e-3 * row["launches"]
-        # Weights are read once in 32 bits, to be cast, and their gradients are written.
-        assert (
-            row["gb"]
-            > 8e-9
-            * bench.BenchConfig(
-                pe=row["pe"], objective=row["objective"], block_size=16
-            ).n_parameters()
-        )
-
-
 def test_how_far_16_bits_are_from_32(tmp_path):
+    flags = "--agree --pe tupe_r,rel --objective pplm,mlm --batch_size 2 --device cpu".split()
+
     def rows(dtype):
-        bench.main(
-            [
-                "--agree",
-                "--pe",
-                "tupe_r,rel",
-                "--objective",
-                "pplm,mlm",
-                "--device",
-                "cpu",
-                "--dtype",
-                dtype,
-                "--json",
-                str(tmp_path / "rows.json"),
-            ]
-        )
+        bench.main([*flags, "--dtype", dtype, "--json", str(tmp_path / "rows.json")])
         return read(tmp_path / "rows.json")["rows"]
 
     exact, rounded = rows("float32"), rows("bfloat16")
@@ -5213,18 +5190,23 @@ def test_how_far_16_bits_are_from_32(tmp_path):
     assert all(1e-3 < row["gradient_off"] < 3e-2 and row["loss_off"] < 5e-3 for row in rounded)
 
 
-def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeypatch, said):
-    for command in gpu.LINES:
+def test_the_lines_of_a_gpu_are_commands():
+    lines = bench.lines_of_gpu()
+    assert lines[0].startswith("bench.py --agree") and len(set(lines)) == len(lines)
+    for command in lines:
         program, *words = command.split()
-        {"bench.py": bench, "train.py": train}[program].parse_args(words)
-    trains = (
-        f"train.py --objective pplm --dataset {corpus_file} --cache {tmp_path}/cache "
-        f"--resume --out_dir {tmp_path}/run"
-    )
-    monkeypatch.setattr(
-        gpu, "LINES", ["bench.py --agree --dtype float32", "bench.py --objective foo", trains]
-    )
-    flags = f"--gpu {tmp_path}/gpu.json --device cpu --preset demo".split()
+        if program != "data.py":
+            {"bench.py": bench, "train.py": train}[program].parse_args(words)
+        if program == "train.py":
+            assert lines.index("data.py --dataset docs --tokenizer bpe") < lines.index(command)
+
+
+@pytest.mark.slow
+def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeypatch, said):
+    trains = f"train.py --objective pplm --dataset {corpus_file} --resume --out_dir {tmp_path}/run"
+    lines = ["bench.py --agree --dtype float32", "bench.py --objective foo", trains]
+    monkeypatch.setattr(bench, "lines_of_gpu", lambda: lines)
+    flags = f"--gpu {tmp_path}/gpu.json --device cpu --preset demo --cache {tmp_path}/cache".split()
 
     def run(n, *more):
         bench.main([*flags, *more])
@@ -5236,11 +5218,89 @@ def test_the_lines_of_a_gpu_go_on_where_they_were(tmp_path, corpus_file, monkeyp
     assert refused["exit"] == 2 and "choose from" in refused["error"][0]
     assert trained["rows"][-1]["step"] == 2
     assert run(0, "--pairs", "2")[2] == trained
-    monkeypatch.setattr(gpu, "LIMIT", 3)
-    monkeypatch.setattr(gpu, "LINES", [trains.replace("/run", "/long")])
+    monkeypatch.setattr(bench, "LIMIT", 3)
+    lines[:] = [trains.replace("/run", "/long")]
     for _ in range(2):  # what was cut is asked for again
         *_, stopped = run(1)
         assert stopped["exit"] == "stopped"
+
+
+@pytest.fixture
+def raced(corpus, tmp_path, monkeypatch, hugging):
+    """-> raced(): the rows of a tiny race in which 5 steps of each learner fit into the time."""
+    monkeypatch.setattr(data, "prepare", lambda *where: corpus)
+    monkeypatch.setattr(bench, "turns", lambda v, steps: [[0.6]] * len(steps))
+    tiny_demo = dict(n_layer=1, n_head=2, d_model=16, d_ff=32, batch_size=4, block_size=16)
+    monkeypatch.setitem(train.PRESETS, "demo", train.PRESETS["demo"] | tiny_demo)
+
+    def raced():
+        flags = "--race .05 --pe rope --device cpu --dtype float32 --json"
+        bench.main([*flags.split(), str(tmp_path / "race.json")])
+        return read(tmp_path / "race.json")["rows"]
+
+    return raced
+
+
+def test_a_race_is_what_train_py_does(raced, run, tmp_path):
+    """The same rows, masks, weights, schedule and validation: ours comes to the same loss. (The
+    preset's warm-up, 500 steps, becomes a third of the race.)"""
+    row = next(row for row in raced() if row["name"] == "ours rope")
+    assert (row["steps"], row["warmup"]) == (5, 1) and len(row["curve"]) == 5
+    assert row["curve"][-1] == [row["seconds"], row["loss"]]
+    flags = "--pe rope --steps 5 --warmup 1 --eval_every 1 --device cpu --dtype float32"
+    run("run", flags)
+    losses = [line["val_loss"] for line in log_of(tmp_path / "run")[1:]]
+    assert losses == pytest.approx([loss for _, loss in row["curve"]], rel=1e-6)
+
+
+def test_a_race_goes_on_where_it_was(raced, tmp_path, monkeypatch):
+    rows = raced()
+    names = [row["name"] for row in rows]
+    assert names == ["step times", "ours rope", "ours abs", *bench.PEERS]
+    assert all(row["loss"] == row["curve"][-1][1] for row in rows[1:])
+    began, really = [], bench.run_of
+    monkeypatch.setattr(bench, "run_of", lambda *x: began.append(x[-1]) or really(*x))
+    assert raced() == rows and began == []
+    lost = rows.pop(3)
+    common.write_json(tmp_path / "race.json", {"rows": rows})
+    again = raced()[-1]
+    assert began == [lost["name"]] and again["loss"] == lost["loss"]
+
+
+@pytest.mark.parametrize(
+    "kind, pe", [("RobertaForMaskedLM", "abs"), ("MPNetForMaskedLM", "abs+t5")]
+)
+def test_peers_in_a_race_see_our_batches(hugging, kind, pe):
+    """With our weights a peer has our loss, on rows in which each of its specials stands as a
+    word."""
+    v = variant(pe=pe)
+    model = v.build().eval()
+    peer = bench.Peer(bench.build_hf(v.shape, kind), model).eval()
+    theirs = peer.theirs
+    with torch.no_grad():
+        for own, given in zip(hf.layers(theirs), hf.layers(model)):
+            own.copy_(given)
+        at, encoder = theirs.base_model.embeddings, model.encoder
+        at.word_embeddings.weight.copy_(encoder.tok.weight[: v.shape.vocab_size])
+        at.position_embeddings.weight[:16] = encoder.pe.parts["abs"].table.weight[:16]
+        if kind.startswith("MPNet"):
+            table = encoder.pe.parts["t5"].table.weight[:-1]
+            theirs.base_model.encoder.relative_attention_bias.weight.copy_(table)
+        else:
+            at.token_type_embeddings.weight.zero_()
+        tokens = v.rows()
+        tokens[:, 1:9] = torch.arange(8)
+        batch = model.corrupt(tokens, 0)
+        close(peer(batch)[0], model(batch)[0], 1e-5)
+
+
+@pytest.mark.parametrize("kind", bench.PEERS)
+def test_no_word_is_padding_in_a_race(hugging, kind):
+    peer = bench.Peer(bench.build_hf(variant().shape, kind), variant().build())
+    tables = [module for module in peer.modules() if isinstance(module, torch.nn.Embedding)]
+    assert all(t.padding_idx is None and (t.weight != 0).any(-1).all() for t in tables)
+    words = peer.theirs.get_input_embeddings().weight
+    assert peer.theirs.get_output_embeddings().weight is words, "tied, as ours are"
 
 
 def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
@@ -5882,9 +5942,6 @@ def soak(n_kills=20, seed=0):
         train.main(flags)
         a, b = weights(folder / "whole")["model"], weights(folder / "cut")["model"]
         different = [key for key in a if not torch.equal(a[key], b[key])]
-        for card, what in itertools.product(("sm_70", "sm_90"), ("--pe all", "--objective all")):
-            rows = lowered(folder, f"--lower {card} {what} --batch_size 4")
-            print(f"{len(rows)} lowered for {card}, {what}")
     print(
         f"soak: {dict(tally)}; tensors that differ from the run never stopped: {len(different)} "
         f"of {len(a)}; {time.time() - began:.0f} s"
