@@ -1,0 +1,270 @@
+"""What run.py prints of the rows, and the pictures that it draws of them."""
+
+import re
+import statistics
+
+import numpy as np
+import pandas
+
+from finetune import RECIPES, paper_averages
+from model import Encoder, EncoderConfig
+from probe import print_table
+
+# The training loss below which order is used: who sees none ends at 6.3, on docs at 5.7.
+PLATEAU = {"docs": 5.5, "web": 6.2}
+# What the papers' tables have: the mean over GLUE, but for P0.
+# fmt: off
+PUBLISHED = {
+    "p0-mlm": "mnli .597, cola .614, qnli .666", "p0-pmlm": ".612, .618, .642",
+    "p0-pplm": ".626, .617, .673", "p0-pplm_some": ".590, .618, .631",
+    "p0-pplm_binary": ".595, .607, .634", "p1-abs": ".835", "p1-abs+t5": ".837",
+    "p1-tupe_a": ".835 at .3, .845", "p1-tupe_r": ".838 at .3, .849", "p2-mlm": ".750",
+    "p2-taco": ".749 at .2, .762", "p3-none": ".766", "p3-abs": ".822", "p3-sin": ".805",
+    "p3-lsin": ".806", "p3-rel": ".817", "p3-rsin": ".818", "p3-rlsin": ".822",
+    "p3-abs+rel": ".818", "p3-abs+rsin": ".815", "p3-abs+rlsin": ".825", "p3-lsin+rel": ".808",
+    "p3-lsin+rsin": ".813", "p3-lsin+rlsin": ".814",
+}
+# fmt: on
+
+
+# --------------------------------------------------------------------------------------------------
+# Columns: row -> number, text, or None where it is not known
+
+
+def loss(row):
+    """Validation loss of the objective; of a sum: of its last part."""
+    return row.get(f"val_{row['args']['objective'].split('+')[-1]}", row["val_loss"])
+
+
+def leaves(row):
+    """The step at which mlm's training loss has left the plateau."""
+    if row["args"]["objective"] != "mlm":
+        return None
+    level = PLATEAU["web" if "$TEXT" in row["commands"]["train"] else "docs"]
+    steps = [step for step, value in row["curve"] if value < level]
+    return f"{steps[0]:,}" if steps else "never"
+
+
+def parameters(row):
+    """The scheme's own."""
+    config = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
+    return f"{sum(p.numel() for p in Encoder(config).pe.parameters()):,}"
+
+
+def under_way(row):
+    """Validation losses after .1, .3 and .6 of the steps (P1, fig 4a)."""
+    known, steps = dict(row["val_curve"]), row["args"]["steps"]
+    found = [known.get(round(share * steps)) for share in (0.1, 0.3, 0.6)]
+    return "; ".join(f"{x:.3f}" for x in found if x is not None)
+
+
+COLUMNS = {
+    "own parameters": parameters,
+    "loss": loss,
+    # Fresh text: a rate that is chosen by it is chosen on documents to train on.
+    "last 200 steps": lambda row: statistics.mean(value for _, value in row["curve"][-2:]),
+    "mlm loss": lambda row: row.get("val_mlm"),
+    "on true positions": lambda row: row.get("mlm"),
+    "copy": lambda row: row["baselines"].get("copy", row["baselines"].get("pplm.copy")),
+    "random words": lambda row: row["words"]["random"],
+    "other order": lambda row: row["words"]["shuffled"],
+    "AUC": lambda row: row["words"]["auc"],
+    "leaves at step": leaves,
+    "AIV": lambda row: row["indicators"].get("aiv"),
+    "OPR": lambda row: row["indicators"].get("opr"),
+    "BLiMP": lambda row: row.get("blimp", {}).get("mean"),
+    "order-only": lambda row: row.get("blimp", {}).get("order_only"),
+    "contextual score": lambda row: row["contexts"][-1][1] if row.get("contexts") else None,
+    "loss after .1, .3, .6": under_way,
+    "published": lambda row: PUBLISHED.get(row["run"]),
+    "minutes": lambda row: f"{row['minutes']:.0f}",
+}
+READS = "loss|mlm loss|on true positions|copy|random words|other order|AUC"
+SHOWN = {
+    "docs": "loss|leaves at step|AIV|minutes",
+    "schemes": "own parameters|loss|leaves at step|AIV|OPR|BLiMP|order-only",
+    "recipe": "loss|last 200 steps|leaves at step|AIV|order-only",
+    "reading": READS,
+    "plateau": f"{READS}|AIV",
+    "lengths": "loss",
+    "objectives": "mlm loss|on true positions|loss|random words|contextual score|BLiMP|order-only",
+    "p2": "mlm loss|loss|minutes",
+    "lab": f"{READS}|AIV",
+    "p1-figure-4": "loss after .1, .3, .6|loss|published",
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+
+
+def stem(name):
+    """The name of a run without its seed."""
+    return re.sub(r"-s\d+$", "", name)
+
+
+def text(x):
+    return "-" if x in (None, "") else f"{x:.3f}" if isinstance(x, float) else str(x)
+
+
+def together(values):
+    """Of several seeds -> text: one where all are the same, none where none is known."""
+    values = list(map(text, values))
+    return "" if {*values} == {"-"} else values[0] if len({*values}) == 1 else ", ".join(values)
+
+
+def scores(runs, recipe):
+    """-> {metric: 'median (min - max); of the next run'}; recipe: whose mean or median it is."""
+    middle, found = getattr(statistics, RECIPES[recipe]["aggregate"]), {}
+    for metric in dict.fromkeys(metric for row in runs for metric in row["scores"]):
+        parts = []
+        for row in runs:
+            if values := row["scores"].get(metric):
+                ends = f" ({min(values):.3f} - {max(values):.3f})" if values[1:] else ""
+                parts.append(f"{middle(values):.3f}{ends}")
+        found[metric] = "; ".join(parts)
+    for paper in ("P1", "P2", "P3"):  # the mean over GLUE, as this paper takes it
+        ends = {tuple(key.split()): middle(values) for key, values in runs[0]["scores"].items()}
+        if isinstance(mean := paper_averages(ends)[paper], float):
+            found[f"{paper}'s mean"] = f"{mean:.3f}"
+    return found
+
+
+def lines_of(table, runs, rows):
+    """A line for all seeds of a run -> dicts of texts; runs: {name: (flags, fine-tuned)}."""
+    groups, found = {}, []
+    for name in runs:
+        if name in rows:
+            groups.setdefault(stem(name), []).append(rows[name])
+    for name, group in groups.items():
+        line = {"run": name, "seeds": ", ".join(str(row["args"]["seed"]) for row in group)}
+        for column in SHOWN.get(table, "loss|published").split("|"):
+            line[column] = together(map(COLUMNS[column], group))
+        for length in group[0].get("lengths", ()) if table == "lengths" else ():
+            line[length] = together(row.get("lengths", {}).get(length) for row in group)
+        if tuned := "".join(runs[group[0]["run"]][1]):
+            recipe = re.search(r"--recipe (\w+)|$", tuned)[1]
+            line |= scores(group, recipe or "electra")
+            line["one class"] = ", ".join(x for row in group for x in row["collapsed"])
+        found.append(line)
+    return found
+
+
+def print_lines(lines):
+    """In Markdown, without empty columns."""
+    frame = pandas.DataFrame(lines).fillna("")
+    print_table(frame.loc[:, (frame != "").any()].to_dict("records"))
+
+
+def show(table, runs, rows):
+    """Print a table of what has been run."""
+    lines = lines_of(table, runs, rows)
+    if not lines:
+        return
+    print(f"\n## {table}\n")
+    print_lines(lines)
+    if table == "recipe":
+        print(
+            "\nEach scheme at its best rate, by the last 200 training steps, for post and pre-LN\n"
+        )
+        print_lines(best_recipes(lines))
+    if table == "schemes":
+        print("\nP3's table 5 and fig 5: see show.properties\n")
+        print_lines(properties([rows[name] for name in runs if name in rows]))
+
+
+def best_recipes(lines):
+    """Of the lines of `recipe`, for each scheme and norm the one whose training loss is lowest."""
+    best = {}
+    for line in lines:
+        pe, norm, *_ = [*line["run"].split("-"), "post"]
+        last = statistics.mean(map(float, line["last 200 steps"].split(", ")))
+        if not line["run"].endswith("12000"):
+            best[pe, norm] = min(
+                best.get((pe, norm), (last, line)), (last, line), key=lambda x: x[0]
+            )
+    return [line for _, line in best.values()]
+
+
+def properties(rows):
+    """P3's table 5 and fig 5 over schemes (means of their seeds), `none` aside: how far a property
+    is violated, among so many neighbours, and minus the loss; positive: better where it is
+    violated. Pearson's r (95%) and that of ranks; over all, and over those that learned order."""
+    found = []
+    for row in rows:
+        run = {"pe": row["args"]["pe"], "loss": -row["val_loss"]}
+        run |= {"aiv": row["indicators"]["aiv"], "sd": row["indicators"]["sd"]}
+        for n, *values in row["ranges"]:
+            run[f"opr {n}"], run[f"db {n}"] = values
+        found.append(run)
+    means = pandas.DataFrame(found).groupby("pe").mean().drop("none", errors="ignore")
+    lines = {name: {"violated": name} for name in means.columns.drop("loss")}
+    for kept in (means, means[means.loss > -6]):
+        n = len(kept)
+        for name, line in lines.items():
+            r = kept.corr().loc[name, "loss"]
+            low, high = np.tanh(np.arctanh(r) + np.array([-1.96, 1.96]) / max(1, n - 3) ** 0.5)
+            line[f"r of {n}"] = f"{r:.2f} ({low:.2f} to {high:.2f})"
+            line[f"ranks of {n}"] = f"{kept.rank().corr().loc[name, 'loss']:.2f}"
+    return [*lines.values()]
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def draw(folder, tables, rows):
+    """plateau.png, reading.png and lengths.png, of what has been run."""
+    from matplotlib.figure import Figure  # only pictures need it
+
+    def picture(name, x, y, paint):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        paint(axes)
+        axes.set(xlabel=x, ylabel=y)
+        figure.savefig(folder / name, dpi=110)
+
+    picture("plateau.png", "step", "training loss (nats)", lambda axes: curves(axes, rows))
+    reading = [rows[name] for name in tables["reading"] if name in rows]
+    picture("reading.png", "", "pplm's loss (nats)", lambda axes: bars(axes, reading))
+    long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
+    if long:
+        picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
+
+
+def curves(axes, rows):
+    """When schemes leave the plateau, each labelled at its end; and abs beside pplm."""
+    for pe in "abs none sin t5 rel tupe_a tupe_r rope".split():
+        if row := rows.get(f"{pe}-s1337"):
+            steps, values = zip(*row["curve"])
+            axes.plot(steps, values)
+            axes.annotate(pe, (steps[-1], values[-1]), xytext=(4, 0), textcoords="offset points")
+    if row := rows.get("abs-mlm+pplm-6000"):
+        axes.plot(*zip(*row["val_curve"]), "k--")
+        axes.annotate("abs, beside pplm", row["val_curve"][-1], ha="right", va="bottom")
+
+
+def bars(axes, runs):
+    """pplm's loss with true, random and shuffled words, against the line of `copy`; of 15% moved,
+    seed 1337."""
+    runs = [row for row in runs if row["args"]["pos_rate"] == 0.15 and row["words"]["true"]]
+    runs = [row for row in runs if row["args"]["objective"].endswith("pplm")]
+    runs = [row for row in runs if row["args"]["seed"] == 1337 and row["args"]["block_size"] == 64]
+    for shift, words in enumerate(("true", "random", "shuffled")):
+        heights = [row["words"][words] for row in runs]
+        axes.bar(np.arange(len(runs)) + 0.27 * (shift - 1), heights, 0.25, label=f"{words} words")
+    axes.axhline(COLUMNS["copy"](runs[0]), color="k", label="copy")
+    names = [stem(row["run"]).removeprefix("read-") for row in runs]
+    axes.set_xticks(range(len(runs)), names, rotation=60, ha="right")
+    axes.set_ylim(bottom=1.3)
+    axes.legend()
+
+
+def by_length(axes, runs):
+    """mlm's loss on rows of growing length, a line a scheme: the mean of its seeds."""
+    for pe in dict.fromkeys(row["args"]["pe"] for row in runs):
+        of_pe = [row["lengths"] for row in runs if row["args"]["pe"] == pe]
+        points = {int(n): statistics.mean(row[n] for row in of_pe) for n in of_pe[0]}
+        axes.plot(list(points), list(points.values()), marker="o")
+        axes.annotate(pe, list(points.items())[-1], xytext=(4, 0), textcoords="offset points")
+    axes.set_xscale("log", base=2)
