@@ -129,10 +129,11 @@ def commands(table, name, settings):
         length = 16 if "--block_size 128" in flags else 32  # P3 trains at two
         text = shlex.quote(settings.trial)
         flags += f" {TINY} --steps {steps} --block_size {length} --dataset {text}"
-    made = {
-        "train": f"python train.py {flags.replace(OUT, settings.out)} --resume --out_dir {out}",
-        "probe": f"python probe.py --ckpt {out}",
-    }
+    tuned = TABLES[table][name][1]
+    flags = flags.replace(OUT, settings.out)
+    made = {"train": f"python train.py {flags} --resume --out_dir {out}"}
+    if tuned or table not in PAPERS:  # else others start from it, that is all
+        made["probe"] = f"python probe.py --ckpt {out}"
     if "--keep_every 500 " in flags:
         made["dynamics"] = f"python probe.py --dynamics {out}"
     if table == "lengths":
@@ -140,7 +141,7 @@ def commands(table, name, settings):
     judged = table in ("recipe", "schemes", "objectives") and "-tc-" not in name
     if judged and "BLIMP" in os.environ:  # tc alone cannot say what is likelier
         made["blimp"] = f'python probe.py --ckpt {out} --blimp "$BLIMP"'
-    for task, given, share, step in plan(TABLES[table][name][1], steps):
+    for task, given, share, step in plan(tuned, steps):
         if "GLUE" in os.environ and task != "docs":
             if not Path(os.environ["GLUE"], finetune.TASKS[task].folder).exists():
                 continue  # main has said so
@@ -242,8 +243,9 @@ def make_row(table, name, settings):
     if not lacking:
         return
     folder = ROOT / settings.out / name
-    if row and not (folder / "ckpt.pt").exists():
-        print(f"{name}: its row lacks {', '.join(lacking)} and its weights are gone: trained again")
+    log = read(folder / "log.jsonl")
+    if row and (not log or log[-1].get("val_loss") != row["val_loss"]):
+        print(f"{name}: its row lacks {', '.join(lacking)} and its weights are gone: made anew")
         row, lacking = {}, made
     ensure_trained(table, name, settings)
     notes = folder / "done.json"
@@ -254,7 +256,7 @@ def make_row(table, name, settings):
             done[part] = command
             notes.write_text(json.dumps(done))
     row |= {"run": name, "commands": row.get("commands", {}) | lacking} | collect(folder)
-    with locked(settings.rows.with_suffix(".lock")), open(settings.rows, "a") as handle:
+    with locked(folder.parent / "rows.lock"), open(settings.rows, "a") as handle:
         handle.write(json.dumps(row) + "\n")
 
 
