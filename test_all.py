@@ -4397,6 +4397,7 @@ def test_damaged_files_are_left_out(probed, said, tmp_path):
 DRIVER = str(HERE / "results" / "run.py")
 
 
+@pytest.mark.slow
 def test_tables_of_the_driver(capsys, monkeypatch, tmp_path):
     """results/run.py: every run of tables.txt is commands that the programs take, those that it
     starts from are runs, too; every row of runs.jsonl is printed, and none names the machine."""

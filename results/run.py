@@ -121,7 +121,9 @@ def commands(table, name, settings):
     """{part of a row: command}, as one types them."""
     home, flags = find(name)
     out = f"{settings.out}/{name}"
-    steps = train.parse_args(shlex.split(flags)).steps
+    tuned, steps = TABLES[table][name][1], 0
+    if tuned or settings.trial:
+        steps = train.parse_args(shlex.split(flags)).steps
     if home in WEB:
         flags += ' --dataset "$TEXT" --tokenizer bpe'
     if settings.trial:
@@ -129,7 +131,6 @@ def commands(table, name, settings):
         length = 16 if "--block_size 128" in flags else 32  # P3 trains at two
         text = shlex.quote(settings.trial)
         flags += f" {TINY} --steps {steps} --block_size {length} --dataset {text}"
-    tuned = TABLES[table][name][1]
     flags = flags.replace(OUT, settings.out)
     made = {"train": f"python train.py {flags} --resume --out_dir {out}"}
     if tuned or table not in PAPERS:  # else others start from it, that is all
