@@ -308,10 +308,10 @@ def collect(folder):
     best = finetune.best_runs(results.values(), statistics.median)  # the best rate counts (P1)
     for (_, task), runs in best.items():
         share = runs[0]["step"] / last["step"]
-        task += f" at {share:g}" if share < 1 else ""
+        at = f" at {share:g}" if share < 1 else ""
         for metric in runs[0]["metrics"]:
-            row["scores"][f"{task} {metric}"] = [round(x["metrics"][metric], 4) for x in runs]
-        row["collapsed"] += [f"{task} {x['seed']}" for x in runs if x["one_class"]]
+            row["scores"][f"{task} {metric}{at}"] = [round(x["metrics"][metric], 4) for x in runs]
+        row["collapsed"] += [f"{task} {x['seed']}{at}" for x in runs if x["one_class"]]
     return row
 
 

@@ -45,17 +45,15 @@ def leaves(row):
     return f"{steps[0]:,}" if steps else "never"
 
 
+def loss_after(row, share):
+    """Validation loss after this share of the steps, where there was a validation."""
+    return dict(row["val_curve"]).get(round(share * row["args"]["steps"]))
+
+
 def parameters(row):
     """The scheme's own."""
     config = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
     return f"{sum(p.numel() for p in Encoder(config).pe.parameters()):,}"
-
-
-def under_way(row):
-    """Validation losses after .1, .3 and .6 of the steps (P1, fig 4a)."""
-    known, steps = dict(row["val_curve"]), row["args"]["steps"]
-    found = [known.get(round(share * steps)) for share in (0.1, 0.3, 0.6)]
-    return "; ".join(f"{x:.3f}" for x in found if x is not None)
 
 
 COLUMNS = {
@@ -75,7 +73,6 @@ COLUMNS = {
     "BLiMP": lambda row: row.get("blimp", {}).get("mean"),
     "order-only": lambda row: row.get("blimp", {}).get("order_only"),
     "contextual score": lambda row: row["contexts"][-1][1] if row.get("contexts") else None,
-    "loss after .1, .3, .6": under_way,
     "published": lambda row: PUBLISHED.get(row["run"]),
     "minutes": lambda row: f"{row['minutes']:.0f}",
 }
@@ -90,7 +87,6 @@ SHOWN = {
     "objectives": "mlm loss|on true positions|loss|random words|contextual score|BLiMP|order-only",
     "p2": "mlm loss|loss|minutes",
     "lab": f"{READS}|AIV",
-    "p1-figure-4": "loss after .1, .3, .6|loss|published",
 }
 
 
@@ -113,21 +109,24 @@ def together(values):
     return "" if {*values} == {"-"} else values[0] if len({*values}) == 1 else ", ".join(values)
 
 
-def scores(runs, recipe):
-    """-> {metric: 'median (min - max); of the next run'}; recipe: whose mean or median it is."""
-    middle, found = getattr(statistics, RECIPES[recipe]["aggregate"]), {}
-    for metric in dict.fromkeys(metric for row in runs for metric in row["scores"]):
-        parts = []
-        for row in runs:
-            if values := row["scores"].get(metric):
-                ends = f" ({min(values):.3f} - {max(values):.3f})" if values[1:] else ""
-                parts.append(f"{middle(values):.3f}{ends}")
-        found[metric] = "; ".join(parts)
-    for paper in ("P1", "P2", "P3"):  # the mean over GLUE, as this paper takes it
-        ends = {tuple(key.split()): middle(values) for key, values in runs[0]["scores"].items()}
-        if isinstance(mean := paper_averages(ends)[paper], float):
+def scores(runs, recipe, share=""):
+    """-> {metric: 'median (min - max); of the next run'}, of models fine-tuned after this share of
+    the steps; the mean where the recipe's paper takes that."""
+    middle, found, first = getattr(statistics, RECIPES[recipe]["aggregate"]), {}, {}
+    for key in dict.fromkeys(key for row in runs for key in row["scores"]):
+        metric, _, at = key.partition(" at ")
+        known = [row["scores"][key] for row in runs if key in row["scores"]]
+        if at == share:
+            first[tuple(metric.split())] = middle(known[0])
+            found[metric] = "; ".join(map(spread, map(middle, known), known))
+    for paper, mean in paper_averages(first).items():  # over GLUE, as each takes it
+        if isinstance(mean, float):
             found[f"{paper}'s mean"] = f"{mean:.3f}"
     return found
+
+
+def spread(value, values):
+    return f"{value:.3f}" + (f" ({min(values):.3f} - {max(values):.3f})" if values[1:] else "")
 
 
 def lines_of(table, runs, rows):
@@ -142,9 +141,14 @@ def lines_of(table, runs, rows):
             line[column] = together(map(COLUMNS[column], group))
         for length in group[0].get("lengths", ()) if table == "lengths" else ():
             line[length] = together(row.get("lengths", {}).get(length) for row in group)
-        if tuned := "".join(runs[group[0]["run"]][1]):
-            recipe = re.search(r"--recipe (\w+)|$", tuned)[1]
-            line |= scores(group, recipe or "electra")
+        tuned = runs[group[0]["run"]][1]
+        if tuned:
+            recipe = re.search(r"--recipe (\w+)|$", tuned)[1] or "electra"
+            for share in tuned.partition("@")[2].split()[:-1]:  # before the end: P1, fig 4
+                under_way = [loss_after(row, float(share)) for row in group]
+                early = {"run": f"{name} at {share}", "loss": together(under_way)}
+                found.append(early | scores(group, recipe, f"{float(share):g}"))
+            line |= scores(group, recipe)
             line["one class"] = ", ".join(x for row in group for x in row["collapsed"])
         found.append(line)
     return found
