@@ -236,16 +236,31 @@ def draw(folder, tables, rows):
         picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
 
 
+def label(axes, ends):
+    """Write names at the ends of their curves, {name: (line, (x, y))}, none over another."""
+    low, high = axes.get_ylim()
+    at = -np.inf
+    for name, (line, (x, y)) in sorted(ends.items(), key=lambda end: end[1][1][1]):
+        at = max(y, at + 0.04 * (high - low))
+        axes.annotate(
+            name, (x, at), (6, 0), textcoords="offset points", va="center", color=line.get_color()
+        )
+    axes.margins(x=0.12)
+
+
 def curves(axes, rows):
-    """When schemes leave the plateau, each labelled at its end; and abs beside pplm."""
+    """When schemes leave the plateau; dashed, on validation text: abs at lab size, and there beside
+    pplm."""
+    ends = {}
     for pe in "abs none sin t5 rel tupe_a tupe_r rope".split():
         if row := rows.get(f"{pe}-s1337"):
-            steps, values = zip(*row["curve"])
-            axes.plot(steps, values)
-            axes.annotate(pe, (steps[-1], values[-1]), xytext=(4, 0), textcoords="offset points")
-    if row := rows.get("abs-mlm+pplm-6000"):
-        axes.plot(*zip(*row["val_curve"]), "k--")
-        axes.annotate("abs, beside pplm", row["val_curve"][-1], ha="right", va="bottom")
+            (line,) = axes.plot(*zip(*row["curve"]))
+            ends[pe] = line, row["curve"][-1]
+    for objective, name in {"mlm": "abs, larger", "mlm+pplm": "abs, larger, with pplm"}.items():
+        if row := rows.get(f"lab-abs-{objective}-s1337"):
+            (line,) = axes.plot(*zip(*row["val_curve"]), "--", color="black")
+            ends[name] = line, row["val_curve"][-1]
+    label(axes, ends)
 
 
 def bars(axes, runs):
@@ -260,15 +275,16 @@ def bars(axes, runs):
     axes.axhline(COLUMNS["copy"](runs[0]), color="k", label="copy")
     names = [stem(row["run"]).removeprefix("read-") for row in runs]
     axes.set_xticks(range(len(runs)), names, rotation=60, ha="right")
-    axes.set_ylim(bottom=1.3)
-    axes.legend()
+    axes.set_ylim(1.3, 2.3)
+    axes.legend(ncols=4, loc="upper center")
 
 
 def by_length(axes, runs):
     """mlm's loss on rows of growing length, a line a scheme: the mean of its seeds."""
+    ends = {}
     for pe in dict.fromkeys(row["args"]["pe"] for row in runs):
         of_pe = [row["lengths"] for row in runs if row["args"]["pe"] == pe]
-        points = {int(n): statistics.mean(row[n] for row in of_pe) for n in of_pe[0]}
-        axes.plot(list(points), list(points.values()), marker="o")
-        axes.annotate(pe, list(points.items())[-1], xytext=(4, 0), textcoords="offset points")
-    axes.set_xscale("log", base=2)
+        losses = [statistics.mean(row[n] for row in of_pe) for n in of_pe[0]]
+        (line,) = axes.plot([*of_pe[0]], losses, marker="o")
+        ends[pe] = line, (len(losses) - 1, losses[-1])
+    label(axes, ends)
