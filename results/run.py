@@ -35,7 +35,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "results")]
-from show import PLATEAU, draw, leaves, show, stem  # noqa: E402
+from show import PLATEAU, draw, leaves, show, stem, together  # noqa: E402
 
 import finetune  # noqa: E402
 import train  # noqa: E402
@@ -327,15 +327,15 @@ def run_first(settings):
         lines.append(
             {
                 "scheme": stem(name).removeprefix("docs-"),
-                "loss": round(log[-1]["val_loss"], 3),
+                "loss": f"{log[-1]['val_loss']:.3f}",
                 "loss here": ", ".join(f"{row['val_loss']:.3f}" for row in rows),
                 f"below {PLATEAU['docs']} at step": leaves(own),
-                "at step here": ", ".join(map(leaves, rows)),
+                "at step here": together(map(leaves, rows)),
             }
         )
         print(f"{lines[-1]['scheme']}: {lines[-1]['loss']}")
     print()
-    print_table(sorted(lines, key=lambda line: line["loss"]))
+    print_table(sorted(lines, key=lambda line: float(line["loss"])))
     call(f"python probe.py --runs '{settings.out}/docs-*'", ROOT / settings.out)
     print(
         f"\n{(time.time() - began) / 60:.0f} minutes; a map of each: {settings.out}/probe/maps.png"
@@ -390,8 +390,11 @@ def main(argv=None):
         if unknown := asked.difference(["first"], *wanted):
             raise ValueError(f"no table or run {', '.join(sorted(unknown))}: see --help")
         announce(wanted, settings)
-        again = [sys.executable, __file__, *(argv or sys.argv[1:]), "--workers", "1"]
-        others = [subprocess.Popen(again) for _ in range(settings.workers - 1)]
+        again = [sys.executable, __file__, *(x for x in argv or sys.argv[1:] if x != "first")]
+        again += ["--workers", "1"]
+        others = [
+            subprocess.Popen(again, stdout=subprocess.DEVNULL) for _ in range(settings.workers - 1)
+        ]
         for table, name in wanted:
             with locked(ROOT / settings.out / name / "row.lock", wait=False) as ours:
                 try:
