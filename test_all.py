@@ -4513,70 +4513,186 @@ def test_damaged_files_are_left_out(probed, said, tmp_path):
         assert out.count(f"{tmp_path / name} left out: ") == 1
 
 
-def test_driver_of_the_tables():
-    """results/run.py: every row is commands that the programs take; rows of one name are one run;
-    correlations are Pearson's, over what rows have, without `none`."""
-    pytest.importorskip("matplotlib")
-    driver, recipes = runpy.run_path(str(HERE / "results" / "run.py")), {}
+DRIVER = str(HERE / "results" / "run.py")
+
+
+@pytest.mark.slow
+def test_tables_of_the_driver(capsys, monkeypatch, tmp_path):
+    """results/run.py: every run of tables.txt is commands that the programs take, those that it
+    starts from are runs, too; every row of runs.jsonl is printed, and none names the machine."""
+    driver = runpy.run_path(DRIVER)
+    for name in ("TEXT", "BLIMP", "GLUE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for task in finetune.GLUE.values():
+        (tmp_path / task.folder).mkdir()
+    here, parsed = SimpleNamespace(out="out/results", trial="", more=""), set()
     for table, runs in driver["TABLES"].items():
         for name in runs:
-            commands = [shlex.split(x)[1:] for x in driver["commands"](table, name)]
-            assert [x[0] for x in commands[:2]] == ["train.py", "probe.py"]
-            for file, *flags in commands:
+            commands = driver["commands"](table, name, here)
+            assert next(iter(commands)) == "train"
+            for start in re.findall(r"--init_\w+ out/results/(\S+)", commands["train"]):
+                driver["find"](start)
+            for command in commands.values():
+                _, file, *flags = shlex.split(re.sub(r"--seed \d+|/results/\S+", "", command))
                 program = {"train.py": train, "probe.py": probe, "finetune.py": finetune}[file]
-                args = vars(program.parse_args(flags))
-                if program is train:
-                    assert recipes.setdefault(name, args) == args
-                    if args["init_from"]:  # it has been trained before
-                        assert Path(args["init_from"]).name in recipes
-    for row in driver["read"](driver["ROWS"]):  # what has been run can be shown
-        assert row["run"] in driver["TABLES"][row["table"]]
-    for table in driver["TABLES"]:
-        driver["show"](table)
+                if (file, *flags) not in parsed:  # seeds and folders aside
+                    program.parse_args(flags)
+                parsed.add((file, *flags))
+    rows = common.read_rows(driver["ROWS"])
+    assert len({row["run"] for row in rows}) == len(rows) > 100
+    for row in rows:
+        assert {"git", "machine", "minutes", "commands", "curve", "val_loss", "words"} <= set(row)
+        assert not re.search(r"/(work|home|tmp|root|mnt)\b", json.dumps(row))
+    with pytest.raises(SystemExit):
+        driver["main"]([])
+    out = capsys.readouterr().out
+    for row in rows:
+        assert f"| {driver['stem'](row['run'])} " in out
+
+
+def test_lines_of_tables_txt():
+    text = (
+        "# a comment with | bars | in | it\nREAD = --n_head 16\n\n"
+        "a | x-{abs,sin} | 2 | READ --pe {} --init_from out/results/y-sSEED\n"
+        "b | y | 0 | READ | mnli cola: --seeds 3; docs: --seeds 1 @ .1 1\n"
+    )
+    driver = runpy.run_path(DRIVER)
+    tables = driver["read_tables"](text)
+    assert list(tables["a"]) == ["x-abs-s1337", "x-abs-s1", "x-sin-s1337", "x-sin-s1"]
+    flags = "--n_head 16 --pe sin --init_from out/results/y-s1 --seed 1"
+    assert tables["a"]["x-sin-s1"] == (flags, "")
+    assert tables["b"]["y"][0] == "--n_head 16"
+    assert list(driver["plan"](tables["b"]["y"][1], 200)) == [
+        ("mnli", "--seeds 3", "1", 200),
+        ("cola", "--seeds 3", "1", 200),
+        ("docs", "--seeds 1", ".1", 20),
+        ("docs", "--seeds 1", "1", 200),
+    ]
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """-> a function that runs the driver on two runs, the second started from the first, with
+    programs that only write what the driver reads; it returns the parts that were called."""
+    names, calls = runpy.run_path(DRIVER)["main"].__globals__, []
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "ROWS", tmp_path / "runs.jsonl")
+    monkeypatch.setitem(names, "show", lambda *args: None)
+    flags = "--steps 20", "--steps 20 --init_from out/results/a"
+    runs = {"a": (flags[0], ""), "b": (flags[1], "docs: --seeds 2")}
+    monkeypatch.setitem(names, "TABLES", {"recipe": runs})
+
+    def call(command, folder):
+        program = shlex.split(command)[1].removesuffix(".py")
+        calls.append(f"{program} {folder.name}")
+        if program in names["breaks"]:
+            raise names["breaks"][program]
+        if program == "train":
+            args = vars(train.parse_args(shlex.split(command)[2:]))
+            last = {"step": 20, "loss": 6.0, "val_loss": 5.0, "val_mlm": 5.0, "ms_per_step": 9.0}
+            first = {"git": "1", "args": args, "baselines": {}}
+            lines = [json.dumps(line) for line in (first, last)]
+            (folder / "log.jsonl").write_text("\n".join(lines))
+            (folder / "ckpt.pt").touch()
+        elif program == "probe":
+            made = folder / ("blimp" if "--blimp" in command else "probe")
+            made.mkdir(exist_ok=True)
+            found = {"blimp": {"mean": 0.5}} if made.name == "blimp" else {"words": {}, "mlm": 4.0}
+            (made / "probe.json").write_text(json.dumps(found))
+        else:
+            row = {"task": "docs", "step": 20, "lr": 1, "ckpt": "x", "one_class": False}
+            rows = [json.dumps(row | {"seed": s, "metrics": {"accuracy": s}}) for s in (0, 1)]
+            (folder / "results.jsonl").write_text("\n".join(rows))
+
+    def run(*asked, **breaks):
+        calls.clear()
+        names["breaks"] = breaks
+        with pytest.raises(SystemExit) as stopped:
+            names["main"](list(asked))
+        names["code"] = stopped.value.code
+        return calls[:]
+
+    monkeypatch.setitem(names, "call", call)
+    monkeypatch.setenv("TEXT", "x")
+    monkeypatch.delenv("BLIMP", raising=False)
+    run.names = names
+    return run
+
+
+def test_driver_goes_on_where_it_was_stopped(driver, monkeypatch):
+    """A row is written once it is complete; nothing is done twice; a new part is added alone."""
+    rows = driver.names["ROWS"]
+    assert driver("b", probe=KeyboardInterrupt()) == ["train a", "train b", "probe b"]
+    assert driver.names["code"] == 130 and not rows.exists()
+    assert driver("b", finetune=RuntimeError("no memory")) == ["probe b", "finetune b"]
+    assert driver.names["code"] == 1 and not rows.exists()
+    assert driver("b") == ["finetune b"]
+    (row,) = common.read_rows(rows)
+    assert row["run"] == "b" and row["mlm"] == 4 and row["scores"] == {"docs accuracy": [0, 1]}
+    assert set(row["commands"]) == {"train", "probe", "docs"} and "x" not in row["args"].values()
+    assert driver("recipe") == ["probe a"]  # trained it was
+    assert driver("recipe") == []
+    monkeypatch.setenv("BLIMP", "x")
+    assert driver("b") == ["probe b"]
+    *_, row = common.read_rows(rows)
+    assert row["blimp"] == {"mean": 0.5} and row["scores"] == {"docs accuracy": [0, 1]}
+    shutil.rmtree(driver.names["ROOT"] / "out/results/b")
+    assert driver("b") == []  # all there: the weights are not missed
+
+
+def test_driver_shares_its_work(driver, capsys):
+    """A run that another worker has is left to it; another's flags in a folder are refused."""
+    with driver.names["locked"](driver.names["ROOT"] / "out/results/a/row.lock"):
+        assert driver("a") == []
+    assert driver("a") == ["train a", "probe a"]
+    driver.names["TABLES"]["recipe"]["a"] = "--steps 20 --lr 1", ""
+    driver.names["ROWS"].unlink()
+    assert driver("a") == [] and driver.names["code"] == 2
+    assert "a has --lr 0.003, not 1.0: move it away" in capsys.readouterr().err
+    for asked, why in ("c", "no table or run c"), ("recipe --trial x", "--trial is for p0-table-1"):
+        assert driver(*asked.split()) == [] and why in capsys.readouterr().err
+
+
+def test_properties_over_schemes():
+    """P3's table 5: Pearson's r of the schemes' means, `none` aside, and that of ranks."""
+    properties = runpy.run_path(DRIVER)["show"].__globals__["properties"]
     rng, rows = np.random.default_rng(0), []
-    for pe in ("none", "abs", "sin", "t5", "rel", "older"):
-        x = list(rng.random(9))
-        row = {"args": {"pe": pe, "objective": "mlm"}, "val_loss": x[0]}
-        row["indicators"] = {"aiv": x[1], "sd": x[2]}
-        row["blimp"] = {"scores": {"pll": {"mean": x[3], "order-only": x[4]}}}
-        row["ranges"] = [[n, x[5] ** n, x[6] * n] for n in driver["RANGES"]]
-        rows.append(row)
-    del rows[-1]["ranges"], rows[-2]["blimp"]
-    table = {row["score"]: row for row in driver["properties"](rows)}
-    for name, x in {
-        "aiv": lambda row: row["indicators"]["aiv"],
-        "opr 5": lambda row: row["ranges"][1][1],
-        "db 20": lambda row: row["ranges"][3][2],
-    }.items():
-        for score, y in {
-            "- loss": lambda row: -row["val_loss"],
-            "order-only": lambda row: row["blimp"]["scores"]["pll"]["order-only"],
-        }.items():
-            kept = rows[1:-1] if name != "aiv" else rows[1:]
-            kept = [row for row in kept if score == "- loss" or "blimp" in row]
-            r = np.corrcoef([x(row) for row in kept], [y(row) for row in kept])[0, 1]
-            assert table[score][name] == pytest.approx(r)
+    for pe in ("none", "abs", "abs", "sin", "t5", "rel", "rope"):
+        aiv, sd, opr, db, loss = rng.random(5)
+        row = {"args": {"pe": pe}, "indicators": {"aiv": aiv, "sd": sd}, "val_loss": 5 + loss}
+        rows.append(row | {"ranges": [[20, opr, db]]})
+    rows[-1]["val_loss"] = 7  # has not learned order
+    found = {line["violated"]: line for line in properties(rows)}
+    x = np.array([row["ranges"][0][1] for row in rows])
+    y = -np.array([row["val_loss"] for row in rows])
+    x, y = [np.array([z[1:3].mean(), *z[3:]]) for z in (x, y)]
+    line = found["opr 20"]
+    assert line["r of 5"].startswith(f"{np.corrcoef(x, y)[0, 1]:.2f} (")
+    assert line["r of 4"].startswith(f"{np.corrcoef(x[:4], y[:4])[0, 1]:.2f} (")
+    ranks = [z.argsort().argsort() for z in (x, y)]
+    assert line["ranks of 5"] == f"{np.corrcoef(*ranks)[0, 1]:.2f}"
 
 
-def test_driver_runs_what_is_missing(tmp_path, monkeypatch):
-    """Of tables or of single runs; and says in a line what it cannot find."""
-    main = runpy.run_path(str(HERE / "results" / "run.py"))["main"]
-    shown, names = [], main.__globals__
-    names["ROWS"], names["show"] = tmp_path / "runs.jsonl", shown.append
-    names["run"] = lambda table, name: {"table": table, "run": name}
-
-    def rows(*asked):
-        monkeypatch.setattr(sys, "argv", ["run.py", *asked])
-        main()
-        return [(row["table"], row["run"]) for row in names["read"](names["ROWS"])]
-
-    assert rows("read-32") == [("reading", "read-32")] and set(shown) == names["TABLES"].keys()
-    docs = [("docs", name) for name in names["TABLES"]["docs"]]
-    assert rows("docs", "read-abs", "read-32")[1:] == [*docs, ("reading", "read-abs")]
-    for asked, why in ("read-33", "no table or run read-33"), ("lab", "needs $TEXT"):
-        monkeypatch.delenv("TEXT", raising=False)
-        with pytest.raises(SystemExit, match=re.escape(why)):
-            rows(asked)
+@pytest.mark.slow
+def test_trial_of_a_papers_table(corpus_file, tmp_path):
+    """From training to a line of the table, at a tiny size, in a copy of the project."""
+    for file in [*HERE.glob("*.py"), HERE / "results"]:
+        (shutil.copytree if file.is_dir() else shutil.copy)(file, tmp_path / file.name)
+    (tmp_path / "glue" / "CoLA").mkdir(parents=True)
+    for split in ("train", "dev"):
+        rows = "x\t1\t\tIt is so.\nx\t0\t*\tSo it is is.\n"
+        (tmp_path / "glue" / "CoLA" / f"{split}.tsv").write_text(rows)
+    command = "results/run.py", "p0-pplm", "--trial", str(corpus_file), "--device", "cpu"
+    env = os.environ | {"GLUE": str(tmp_path / "glue")}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, env=env
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mnli: no MNLI in $GLUE, left out" in done.stdout
+    assert "hours of a V100 to pre-train" in done.stdout
+    (row,) = common.read_rows(tmp_path / "out" / "trial" / "runs.jsonl")
+    assert row["run"] == "p0-pplm" and set(row["scores"]) == {"cola matthews", "cola accuracy"}
+    assert "cola matthews" in done.stdout.rpartition("p0-table-1")[2]
 
 
 def test_dynamics_of_a_run(probed, corpus, said, tmp_path):
