@@ -1,6 +1,0 @@
-def check(model, text, corpus):
-    return text
-
-
-def line(model, text):
-    return ""
