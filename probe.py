@@ -8,19 +8,8 @@
                                         # 6, P3 fig 8
     python probe.py --ckpt RUN --blimp DIR      # minimal pairs, or with --runs: which of two
                                         # sentences is likelier? DIR has BLiMP's .jsonl files
-    python probe.py --text 'Returns the [MASK] of the array.'       # try a model; what it does
-                                        # depends on its objective:
-
-mlm                      a text with [MASK]              the five likeliest words
-nsp                      'first part ||| second part'    does the second follow the first?
-tc                       'one text ||| another text'     how alike are contexts within a text, and
-                                                         across?
-pplm, pplm_some, pmlm    a sentence                      is shuffled, and put back in order
-pplm_binary              a sentence                      is shuffled: which tokens moved?
-clm                      the beginning of a text         goes on
-
 Takes the newest run under out/ unless --ckpt names one. A model that finetune.py saved has
-indicators and pictures, but neither --text nor --blimp. Writes a folder with probe.json and, where
+indicators and pictures, but no --blimp. Writes a folder with probe.json and, where
 matplotlib is there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position
 Embeddings in BERT".
 """
@@ -30,7 +19,6 @@ import json
 import math
 import os
 import re
-from argparse import Namespace
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -45,12 +33,9 @@ from tqdm import tqdm  # comes with datasets, as pandas does
 from common import (
     Parser,
     keep_memory,
-    load_strict,
     newest_run,
     one_line_errors,
     pick_device,
-    pick_fields,
-    read_checkpoint,
     read_rows,
     setting,
     write_json,
@@ -72,17 +57,15 @@ from model import (
     Sinusoidal,
     UntiedTable,
     frequencies,
-    load,
     offset_matrix,
 )
-from objectives import ObjectiveConfig, Pretraining, cross_entropy, new_batch, stream
+from objectives import cross_entropy
+from sample import believed, load_pretraining, position_objective
 
 SHOWN = 128  # positions that are probed and shown, as in P3
 TIE = 1e-12  # differences below this share of the largest entry are rounding
 COUNTED = 10_000_000  # tokens of the training stream that say how frequent words are
 DYNAMICS_ROWS = 128  # validation rows that --dynamics reads
-NEXT_TOKENS = 20  # with which clm goes on
-SHUFFLES = 40  # of a sentence that is put back in order
 BATCH_TOKENS = 8192  # of masked rows that --blimp reads at once
 TIE_NATS = 1e-4  # sentences whose scores are nearer than that tie
 PRIOR = 100  # counts, spread as words are frequent, added to bigrams
@@ -100,7 +83,6 @@ class ProbeConfig:
 
     ckpt: str | None = setting(None, "run folder or checkpoint file (default: the newest run)")
     dynamics: str | None = setting(None, "follow a run over the checkpoints that it kept")
-    text: str | None = setting(None, "try the model on a text: see above")
     pairs: str | None = setting(None, "with --dynamics: lines of word<TAB>word<TAB>score")
     blimp: str | None = setting(
         None,
@@ -117,29 +99,6 @@ class ProbeConfig:
 
 # --------------------------------------------------------------------------------------------------
 # A run: its model, its text
-
-
-def load_pretraining(path):
-    """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
-    mode, without gradients; `.facts` is the checkpoint.
-
-    A model that finetune.py saved has no objectives. Raises ValueError, FileNotFoundError.
-    """
-    facts = read_checkpoint(path)
-    encoder = load(path).requires_grad_(False)
-    if "task" in facts:
-        name = f"finetuned-{facts['task']}"
-        return Namespace(encoder=encoder, names=[name], objectives={}, causal=False)
-    model = Pretraining(encoder, pick_fields(ObjectiveConfig, Namespace(**facts["args"])))
-    load_strict(model, facts["model"], path)
-    model.facts = facts
-    return model.requires_grad_(False).eval()
-
-
-def position_objective(model):
-    for objective in model.objectives.values():
-        if objective.kind == "position":
-            return objective
 
 
 def own_corpus(model, cache):
@@ -343,28 +302,6 @@ def other_words(tokens, cls_id, text):
         "random": torch.where(special, tokens, random),
         "shuffled": tokens.scatter(1, places, tokens.gather(1, donors)),
     }
-
-
-def believed(objective, encoder, hidden, batch):
-    """Can an objective tell which tokens moved? For each row -> of its n words, how far it believes
-    their places (n,): P(a pair's given offset is its true one), mean over both directions of all
-    pairs of a word; did they stay (n,); and the share of (stayed, moved) pairs in which the first
-    is believed more, a tie being half a one: the AUC, NaN where all moved or none."""
-    head = objective.head
-    scores = head.scores(encoder, hidden, batch)  # (B, L-2, L-2, H)
-    for s, pos, is_word in zip(scores, batch["pos"], batch["eligible"]):
-        place = is_word.nonzero()[:, 0]
-        pos = pos[place]
-        given = pos - pos[:, None]  # (n, n)
-        # The class that a pair has if its given offset is its true one.
-        label, _ = objective.targets(given, given, True, True)
-        s = s[place - 1][:, place - 1]  # [CLS] has no scores
-        p = head.psi(s).float().softmax(-1)  # (n, n, n_class)
-        p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
-        share = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
-        stayed = pos == place
-        more = share[stayed][:, None] - share[~stayed]
-        yield share, stayed, float(more.sign().mean() + 1) / 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1016,205 +953,6 @@ def compare_pairs(patterns, pairs, cache, out_dir):  # --blimp with --runs
     write(out_dir or root / "blimp", {"runs": runs}, {"phenomena.png": phenomena_of(runs)})
 
 
-# --------------------------------------------------------------------------------------------------
-# A try
-
-
-def row(encoder, *texts):
-    """-> [CLS] text [SEP] .. as (1, L). A [MASK] takes its leading space with it, as in training.
-    Raises ValueError when the row is longer than the model's."""
-    cfg = encoder.config
-    ids = [cfg.cls_id]
-    for text in texts:
-        text = text.replace(" [MASK]", "[MASK]")
-        ids += encoder.tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
-        ids.append(cfg.sep_id)
-    if not 4 <= len(ids) <= cfg.max_len:
-        raise ValueError(
-            f"the text has {len(ids) - 2} tokens; between 2 and {cfg.max_len - 2} fit this model"
-        )
-    return torch.tensor([ids])
-
-
-def fill_masks(encoder, mlm, text):
-    """For each [MASK] the five likeliest words -> (word, probability), .."""
-    tokens = row(encoder, text)
-    hidden = encoder(tokens)[tokens == encoder.config.mask_id]  # (n, C)
-    logits = mlm.word_logits(encoder, hidden)[:, : encoder.config.cls_id]  # not a special
-    p, best = logits.softmax(-1).topk(5)
-    for ids, q in zip(best[..., None].tolist(), p.tolist()):
-        yield zip(encoder.tokenizer.decode_batch(ids), q)
-
-
-def go_on(encoder, clm, text):
-    """The likeliest next token, NEXT_TOKENS times or until the row is full -> text."""
-    tokens = row(encoder, text)[:, :-1]
-    n_given = tokens.size(1)
-    for _ in range(min(NEXT_TOKENS, encoder.config.max_len - n_given)):
-        last = encoder(tokens, causal=True)[:, -1:]  # (1, 1, C)
-        logits = clm.word_logits(encoder, last)[..., : encoder.config.cls_id]
-        tokens = torch.cat((tokens, logits.argmax(-1)), 1)
-    return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
-
-
-def shuffled(encoder, objective, text, seed):
-    """Shuffle (or hide) positions of a sentence, as in training -> its n words, batch, hidden
-    (1, L, C)."""
-    tokens = row(encoder, text)
-    objective.check(tokens.size(1))
-    batch = new_batch(tokens, encoder.config.vocab_size)
-    true = batch["pos"] = torch.arange(tokens.size(1))
-    while (batch["pos"] == true).all():  # of a short text all may stay where they are
-        objective.corrupt(batch, stream("cpu", seed, "probe"))
-        seed += 1
-    words = encoder.tokenizer.decode_batch(tokens[0, 1:-1, None].tolist())
-    return words, batch, encoder(tokens, batch["pos"])
-
-
-def offset_scores(objective, encoder, hidden, batch):
-    """How likely every offset of all pairs of inner places is, in nats -> (B, n, n, 2L - 1). Of
-    smooth_l1, which predicts one number: minus the distance from it."""
-    logits = objective.head.psi(objective.head.scores(encoder, hidden, batch)).float()
-    if objective.cfg.pair_loss == "smooth_l1":
-        L = objective.L
-        return -(torch.arange(1 - L, L) - L * logits).abs()
-    return logits.log_softmax(-1)
-
-
-def best_order(scores, given):
-    """Where n words are given (n,), and scores (n, n, 2L - 1) of their offsets -> where they should
-    stand: two are exchanged, whichever makes all offsets likeliest, until no exchange helps.
-
-    It starts from the given places and from the words sorted by their mean offsets; the likelier
-    end counts. The given order is no answer: most pairs did not move, but something did.
-    """
-    n, L = len(given), scores.size(-1) // 2 + 1
-    offset = scores.softmax(-1) @ torch.arange(1.0 - L, L)
-    rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()  # right of others: late
-    word, ends = torch.arange(n), []
-    both = (scores + scores.transpose(0, 1).flip(-1)).double()  # a pair's two offsets together
-    both[word, word] = 0
-    for pos in (given, given.sort().values[rank]):
-        while True:
-            r = pos - pos[:, None] + L - 1  # (n, n)
-            now, turned = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
-            # gain[i, j]: of word i's pairs, if it stood where j stands; j has no other place yet.
-            gain = both[:, word, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
-            gain = gain + gain.T + now + turned  # both move: their own pair's offset turns
-            moved = (pos != given).nonzero()[:, 0]
-            gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
-            if len(moved) == 2:  # to exchange them again would lead back
-                gain[moved, moved.flip(0)] = -math.inf
-            i, j = divmod(int(gain.argmax()), n)
-            if i == j:
-                break
-            pos = pos.clone()
-            pos[[i, j]] = pos[[j, i]]
-        ends.append((float(now.sum()), pos))
-    return max(ends, key=lambda end: end[0])[1]
-
-
-def put_in_order(encoder, objective, text, seed=0):
-    """Shuffle a sentence and put it in order by the offsets that the model predicts -> its words,
-    in which order they were given, and into which the model puts them: two permutations (n,)."""
-    words, batch, hidden = shuffled(encoder, objective, text, seed)
-    pos = batch["pos"][0, 1:-1].clone()
-    unknown = pos == UNKNOWN_POS  # pmlm: these may stand in any place that is free
-    free = unknown.nonzero()[:, 0] + 1  # the places of the words that are hidden
-    pos[unknown] = free[torch.randperm(len(free), generator=stream("cpu", seed, "shown"))]
-    scores = offset_scores(objective, encoder, hidden, batch)[0]
-    return words, pos.argsort(), best_order(scores, pos).argsort()
-
-
-def pairs_right(order):
-    """Share of pairs that a permutation leaves in order: 1 for the identity, .5 by chance, 0
-    reversed."""
-    first, second = torch.combinations(order).T
-    return float((first < second).float().mean())
-
-
-def who_moved(encoder, objective, text):
-    """pplm_binary: print how far the model believes the place of each word of a shuffled sentence,
-    and the AUC of this."""
-    words, batch, hidden = shuffled(encoder, objective, text, 0)
-    if len(words) < 4:
-        raise ValueError(
-            f"the text has {len(words)} tokens; take at least 4, so that some move and some stay"
-        )
-    [(share, stayed, area)] = believed(objective, encoder, hidden, batch)
-    for word, p, stays in zip(words, share, stayed):
-        print(f"{p:.2f} {'stayed' if stays else 'moved '} {word!r}")
-    print(
-        "the number: how much of a word's offsets the model believes; AUC "
-        f"{area:.2f} (1: told apart, .5: chance)"
-    )
-
-
-def what_context_gives(model, texts):
-    """Mean cosines of tc's g = h - e, within the texts and across -> {name: float}."""
-    encoder, g = model.encoder, []
-    for text in texts:
-        tokens = row(encoder, text)
-        batch = new_batch(tokens, encoder.config.vocab_size)
-        hidden = encoder(tokens, causal=model.causal)
-        e = model.objectives["tc"].embedding(encoder, batch)
-        g.append((hidden - e)[0, 1:-1])  # (n, C)
-    g = torch.nn.utils.rnn.pad_sequence(g, True)  # (2, n, C), with zeros
-    return context_cosines(g, g.any(-1))
-
-
-def try_text(path, text):  # --text
-    """Print what the run's objective has to say about a text. Raises ValueError where it has
-    nothing."""
-    model = load_pretraining(path)
-    encoder, heads = model.encoder, model.objectives
-    position = position_objective(model)
-    print(f"{path}: {encoder.config.pe}, {'+'.join(model.names)}")
-    parts = [part.rstrip() for part in text.split("|||", 1)]
-    is_plain = "[MASK]" not in text and "|||" not in text
-    if not heads:
-        raise ValueError(f"{path} is fine-tuned, without heads to try: take its run's ckpt.pt")
-    if "[MASK]" in text and "mlm" in heads:
-        for answers in fill_masks(encoder, heads["mlm"], text):
-            print("[MASK]:", ", ".join(f"{word!r} {p:.2f}" for word, p in answers))
-    elif "|||" in text and "nsp" in heads:
-        hidden = encoder(row(encoder, *parts))
-        p = heads["nsp"].answer(hidden).softmax(-1)[0, 0]
-        print(f"the second part follows the first: probability {p:.3f}")
-    elif "|||" in text and "tc" in heads:
-        found = what_context_gives(model, parts)
-        print(
-            "mean cosine of what context gives to tokens: "
-            f"{found['intra-context']:.3f} within the texts, {found['inter-context']:.3f} across"
-        )
-    elif is_plain and "pplm_binary" in heads:
-        who_moved(encoder, position, text)
-    elif is_plain and position:
-        # 100 apart: a seed that moves nothing goes on to the next ones.
-        seeds = range(0, 100 * SHUFFLES, 100)
-        tries = [put_in_order(encoder, position, text, seed) for seed in seeds]
-        words, given, found = tries[0]
-
-        def text_in(order):
-            return "|".join(words[i] for i in order)
-
-        true = "|".join(words)
-        print(f"given:  {text_in(given)}\nmodel:  {text_in(found)}\ntrue:   {true}")
-        exact = sum(text_in(order) == true for _, _, order in tries)
-        print(
-            f"pairs in the right order: {pairs_right(given):.0%} as given, "
-            f"{pairs_right(found):.0%} as the model puts them\n"
-            f"of {SHUFFLES} shuffles of this text it undoes {exact}"
-        )
-    elif is_plain and "clm" in heads:
-        print(f"{text} -> {go_on(encoder, heads['clm'], text)!r}")
-    else:
-        raise ValueError(
-            f"objective {'+'.join(model.names)}: write [MASK] for mlm, 'one ||| "
-            "another' for nsp and tc, a plain text for clm and positions; nothing else can be tried"
-        )
-
-
 def parse_args(argv=None):
     """-> namespace with every value set. Exits with 2 on a mistake."""
     parser = Parser("probe.py", __doc__)
@@ -1224,12 +962,10 @@ def parse_args(argv=None):
     many = args.runs or args.dynamics
     if args.ckpt and many or args.runs and args.dynamics:
         parser.error("take one of --ckpt, --runs and --dynamics")
-    if many and args.text or args.pairs and not args.dynamics:
-        parser.error("--text is for --ckpt, --pairs is for --dynamics")
-    if args.blimp and (args.text or args.dynamics):
-        parser.error("--blimp is for --ckpt and --runs, without --text")
-    if args.text and (args.out_dir or args.cache):
-        parser.error("--text writes nothing and reads no data: --out_dir, --cache are for others")
+    if args.pairs and not args.dynamics:
+        parser.error("--pairs is for --dynamics")
+    if args.blimp and args.dynamics:
+        parser.error("--blimp is for --ckpt and --runs")
     return args
 
 
@@ -1247,10 +983,8 @@ def main(argv=None):
             compare_runs(what, *where)
         elif args.dynamics:
             dynamics(what, args.pairs, *where)
-        elif args.text is None:
-            probe_run(what, *where)
         else:
-            try_text(what, args.text)
+            probe_run(what, *where)
 
 
 if __name__ == "__main__":
