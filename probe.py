@@ -1,17 +1,19 @@
-"""What a model has learned about positions: numbers, pictures, and a try.
+"""What a model has learned about positions: numbers and pictures.
 
-    python probe.py --ckpt RUN          # one run: P3's indicators, what positions look like, and
-                                        # what words are worth to its position objective
-    python probe.py --runs 'out/*'      # many runs: P3's table 2, losses, and table 5 where they
-                                        # were fine-tuned
-    python probe.py --dynamics RUN      # over the checkpoints of train.py --keep_every: P2 figs 3,
-                                        # 6, P3 fig 8
-    python probe.py --ckpt RUN --blimp DIR      # minimal pairs, or with --runs: which of two
-                                        # sentences is likelier? DIR has BLiMP's .jsonl files
+    python probe.py --ckpt RUN                  # one run: P3's indicators, what positions look like,
+                                                # mlm's loss, what words are worth to a position
+                                                # objective
+    python probe.py --runs 'out/*'              # many runs: P3's table 2, losses, all maps, and
+                                                # table 5 where they were fine-tuned
+    python probe.py --dynamics RUN              # over the checkpoints of train.py --keep_every: P2
+                                                # figs 3, 6, P3 fig 8
+    python probe.py --ckpt RUN --blimp DIR      # minimal pairs: which of two sentences is likelier?
+                                                # DIR has BLiMP's .jsonl files; also with --runs
+
 Takes the newest run under out/ unless --ckpt names one. A model that finetune.py saved has
-indicators and pictures, but no --blimp. Writes a folder with probe.json and, where
-matplotlib is there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position
-Embeddings in BERT".
+indicators and pictures, but no --blimp. Writes a folder with probe.json and, where matplotlib is
+there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
+To try a model on a text: sample.py.
 """
 
 import glob
@@ -59,7 +61,7 @@ from model import (
     frequencies,
     offset_matrix,
 )
-from objectives import cross_entropy
+from objectives import cross_entropy, new_batch, stream
 from sample import believed, load_pretraining, position_objective
 
 SHOWN = 128  # positions that are probed and shown, as in P3
@@ -271,6 +273,23 @@ def worth_of_words(model, corpus):
                 areas += [area for *_, area in believed(objective, encoder, hidden, batch)]
     losses["auc"] = float(np.nanmean(areas)) if areas else None
     return losses
+
+
+@torch.no_grad()
+def mlm_loss(model, corpus):
+    """mlm's loss, in nats, on validation rows whose words are masked as in training's validation
+    and whose positions are the true ones, whatever else the objective corrupts: this one number
+    compares mlm with mlm+pplm. Without dropout and autocast."""
+    encoder, mlm = model.encoder, model.objectives["mlm"]
+    batches, total = validation_batches(corpus, encoder.config.max_len), 0
+    model.eval()
+    for number, tokens in enumerate(batches):
+        tokens = tokens.to(encoder.tok.weight.device)
+        batch = new_batch(tokens, encoder.config.vocab_size)
+        mlm.corrupt(batch, stream(tokens.device, "validation", number, "mlm"))
+        loss, _ = mlm.loss(encoder, encoder(batch["tokens"]), batch)
+        total += float(loss) * len(tokens)
+    return total / sum(map(len, batches))
 
 
 def words_as_text(found):
@@ -491,12 +510,16 @@ def examine(path, cache):
     """What --ckpt and --runs have in common -> model in float64, the mean logits (H, L, L), the one
     map A (L, L), {name: finding}. Raises ValueError, OSError."""
     model = load_pretraining(path)
-    words = dict.fromkeys("true random shuffled auc".split())
-    if position_objective(model):
+    words, mlm = dict.fromkeys("true random shuffled auc".split()), None
+    if position_objective(model) or "mlm" in model.objectives:
         try:
-            words = worth_of_words(model, own_corpus(model, cache))
+            corpus = own_corpus(model, cache)
+            if position_objective(model):
+                words = worth_of_words(model, corpus)
+            if "mlm" in model.objectives:
+                mlm = mlm_loss(model, corpus)
         except (ValueError, OSError) as error:
-            print(f"{path}, what words are worth left out: {error}")
+            print(f"{path}, losses left out: {error}")
     encoder = model.encoder.double()
     chosen = probe_words(encoder)
     logits, A = identical_word_maps(encoder, chosen, model.causal)
@@ -513,6 +536,7 @@ def examine(path, cache):
                 "without_specials": indicators(A[1:-1, 1:-1]),  # rows, columns of [CLS] and [SEP]
             },
             "words": words,
+            "mlm": mlm,
             **hidden_spread(encoder, chosen[:64], model.causal),
         },
     )
@@ -528,6 +552,8 @@ def probe_run(path, cache, out_dir):  # --ckpt
     )
     if run["words"]["true"] is not None:
         print(words_as_text(run["words"]))
+        if run["mlm"] is not None:
+            print(f"mlm, words masked and every position the true one: {run['mlm']:.3f}")
     write(
         out_dir or beside(path, "probe"),
         {"ckpt": str(path), **run, "map": A},
@@ -797,7 +823,7 @@ def pseudo_log_likelihoods(model, tokens, starts):
         masked = rows.masked_fill(F.pad(masks[chosen], (1, 1)), encoder.config.mask_id)
         at = torch.arange(len(rows), device=rows.device), place + 1
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
-        return -cross_entropy(logits, rows[at])
+        return -cross_entropy(logits, rows[at]).double()  # sums of float32 would not tie
 
     pll = log_p(word >= 0, rest.tril()).view(word.shape)
     split = rest.sum(-1) > 1  # elsewhere both rows are the same
@@ -809,7 +835,7 @@ def log_likelihood(model, tokens):
     """clm: the sum of log p(token | those to its left); tokens (B, L) -> (B,)"""
     hidden = model.encoder(tokens, causal=True)[:, :-2]
     logits = model.objectives["clm"].word_logits(model.encoder, hidden)  # (B, n, V)
-    return -cross_entropy(logits.mT, tokens[:, 1:-1]).sum(1)
+    return -cross_entropy(logits.mT, tokens[:, 1:-1]).double().sum(1)
 
 
 def offset_likelihood(model, tokens):
@@ -827,7 +853,7 @@ def offset_likelihood(model, tokens):
     pairs = offset != 0  # (B, n, n): n (n - 1) a row
     label, _ = objective.targets(offset, offset, True, True)
     losses = objective.measure(objective.head.psi(s[pairs]), label[pairs])
-    return -losses.view(B, (L - 2) * (L - 3)).mean(1).nan_to_num()
+    return -losses.view(B, (L - 2) * (L - 3)).double().mean(1).nan_to_num()
 
 
 @torch.no_grad()
@@ -854,7 +880,7 @@ def sentence_scores(model, sentences):
         same = np.flatnonzero(lengths == n)
         size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm masks n rows a sentence
         batches += np.split(same, range(size, len(same), size))
-    for chosen in tqdm(batches, "minimal pairs", leave=False):
+    for chosen in tqdm(batches, "minimal pairs", leave=False, disable=None):
         rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
         scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
     return dict(zip(names, scores))
@@ -877,6 +903,64 @@ def count_scores(corpus, sentences):
     }
 
 
+def clustered_error(values, clusters):
+    """Standard error of the mean of a Series whose values are alike within a cluster: pairs of one
+    paradigm share a template, so they are no independent trials (Liang & Zeger 1986). NaN for a
+    single cluster."""
+    sums = (values - values.mean()).groupby(clusters).sum()
+    n = len(sums)
+    return float(np.sqrt((sums**2).sum() * n / (n - 1))) / len(values) if n > 1 else math.nan
+
+
+def right_or_wrong(scores, index):
+    """{score: good sentences, then bad (2N,)} -> a table (N, scores): 1 where the good one is
+    likelier, .5 where they tie."""
+    right = pandas.DataFrame(index=index)
+    for name, values in scores.items():
+        gap = np.subtract(*np.split(values, 2))
+        right[name] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
+    return right
+
+
+def shares(right, pairs, reordered):
+    """Which pairs are right, the pairs, and which are two orders of the same tokens (N,) bool
+    -> what probe.json holds of them: shares, their standard errors, ties."""
+    same = right[reordered]
+    paradigms = right.groupby(pairs.paradigm).mean()
+    own = same.groupby(pairs.paradigm).mean()
+    table = right.groupby(pairs.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
+    first = right.columns[0]  # pll, or the one score of the objective
+    phenomena = table[first].to_dict()
+    table.loc["mean"] = paradigms.mean()
+    table.loc["order-only"] = same.mean()
+    errors = {}
+    for score in right:
+        errors[score] = {
+            "mean": clustered_error(paradigms[score], paradigms.index),
+            "order-only": clustered_error(same[score], pairs.paradigm),
+        }
+    ties, same_ties = (right == 0.5).sum().to_dict(), (same == 0.5).sum().to_dict()
+    return {
+        "ties": ties,
+        "order-only ties": same_ties,
+        "scores": table.to_dict(),
+        "errors": errors,
+        "paradigms": paradigms.to_dict(),
+        "blimp": {
+            "mean": table[first]["mean"],
+            "mean_error": errors[first]["mean"],
+            "order_only": table[first]["order-only"],
+            "order_only_error": errors[first]["order-only"],
+            "order_only_pairs": len(same),
+            "order_only_ties": same_ties[first],
+            "ties": ties[first],
+            "phenomena": phenomena,
+            "paradigms": paradigms[first].to_dict(),
+            "order_only_paradigms": own[first].to_dict(),
+        },
+    }
+
+
 def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     """The share of pairs whose good sentence a run finds likelier, a tie being half a one; prints
     and writes it -> what probe.json holds. Raises ValueError, OSError."""
@@ -884,7 +968,11 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     if model.objectives:  # a fine-tuned model has none: it is refused below
         model.to(pick_device())
     longest = model.encoder.config.max_len - 2
-    ids = pairs[["good", "bad"]].map(model.encoder.tokenizer.encode_ordinary)
+
+    def encode(text):  # the first word like one inside a sentence, so that orders can be compared
+        return model.encoder.tokenizer.encode_ordinary(" " + text.lstrip())
+
+    ids = pairs[["good", "bad"]].map(encode)
     ids = ids[ids.map(len).max(axis=1) <= longest]
     if ids.empty:
         raise ValueError(f"no pair fits {path}, whose rows hold {longest} tokens of text")
@@ -894,43 +982,47 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
         scores |= count_scores(own_corpus(model, cache), sentences)
     except (ValueError, OSError) as error:
         print(f"{path}, what frequency says left out: {error}")
-    right = pandas.DataFrame(index=ids.index)
-    for score, values in scores.items():
-        gap = np.subtract(*np.split(values, 2))
-        right[score] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
-    reordered = right[ids.good.map(sorted) == ids.bad.map(sorted)]
-    paradigms = right.groupby(pairs.paradigm).mean()
-    table = right.groupby(pairs.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
-    first = right.columns[0]  # pll, or the one score of the objective
-    phenomena = table[first].to_dict()
-    table.loc["mean"] = paradigms.mean()
-    table.loc["order-only"] = reordered.mean()
+    found = shares(
+        right_or_wrong(scores, ids.index),
+        pairs,
+        ids.good.map(sorted) == ids.bad.map(sorted),
+    )
     run = {
         "run": name,
         "pe": model.encoder.config.pe,
         "objective": "+".join(model.names),
-        "pairs": len(right),
-        "too long": len(pairs) - len(right),
-        "order-only": len(reordered),
-        "ties": (right == 0.5).sum().to_dict(),
-        "order-only ties": (reordered == 0.5).sum().to_dict(),
+        "pairs": len(ids),
+        "too long": len(pairs) - len(ids),
+        "order-only": found["blimp"]["order_only_pairs"],
+        **found,
     }
-    for key, value in run.items():
-        print(f"{key}: {value}")
-    run |= {"scores": table.to_dict(), "paradigms": paradigms.to_dict()}
-    run["blimp"] = {
-        "mean": table[first]["mean"],
-        "order_only": table[first]["order-only"],
-        "order_only_pairs": run["order-only"],
-        "ties": run["ties"][first],
-        "pairs": run["pairs"],
-        "left_out": run["too long"],
-        "phenomena": phenomena,
-        "paradigms": run["paradigms"][first],
-    }
-    print_table(table.reset_index(names="phenomenon").to_dict("records"))
+    run["blimp"] |= {"pairs": run["pairs"], "left_out": run["too long"]}
+    print(
+        f"{name}: {run['pe']}, {run['objective']}; {run['pairs']:,} pairs, of which "
+        f"{run['order-only']:,} are two orders of the same tokens (order-only); too long for the "
+        f"rows: {run['too long']:,}"
+    )
+    print_table(pair_table(run))
+    print("share of pairs right, a tie (last row) half a one; +-: standard error over paradigms")
     write(out_dir or beside(path, "blimp"), run, {"phenomena.png": phenomena_of([run])})
     return run
+
+
+def pair_table(run):
+    """-> rows for print_table: phenomena, mean, order-only and ties of every score."""
+    rows = []
+    for name in next(iter(run["scores"].values())):
+        row = {"phenomenon": name}
+        for score, values in run["scores"].items():
+            row[score] = with_error(values[name], run["errors"][score].get(name))
+        rows.append(row)
+    return [*rows, {"phenomenon": "ties", **run["ties"]}]
+
+
+def with_error(share, error):
+    if error is None or math.isnan(error):
+        return share
+    return f"{share:.4f} +- {error:.4f}"
 
 
 def phenomena_of(runs):

@@ -39,6 +39,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import tiktoken
 import torch
@@ -57,6 +58,7 @@ import hf
 import model as model_module
 import objectives
 import probe
+import sample
 import train
 from model import PE_NAMES, UNKNOWN_POS, Encoder, EncoderConfig, load, parse_pe
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream
@@ -4149,6 +4151,21 @@ def test_the_worth_of_words_by_batches():
     assert probe.worth_of_words(model, corpus)["true"] == pytest.approx(logged, abs=1e-6)
 
 
+@torch.no_grad()
+def test_mlm_on_true_positions(probed, corpus):
+    """With mlm alone the loss in the log; beside a position objective that of the same masked rows
+    with positions in order, by hand."""
+    plain = torch.autocast("cpu", enabled=False)
+    model, rows = pretraining("mlm"), Rows(33)
+    logged = train.evaluate(model, rows, plain, torch.device("cpu"))
+    assert probe.mlm_loss(model, rows) == pytest.approx(logged["val_loss"], abs=1e-6)
+    both = pretraining("mlm+pplm")
+    both.load_state_dict(model.state_dict(), strict=False)
+    assert probe.mlm_loss(both.train(), rows) == pytest.approx(logged["val_loss"], abs=1e-6)
+    moved = train.evaluate(both, rows, plain, torch.device("cpu"))["val_mlm"]
+    assert abs(moved - logged["val_loss"]) > 1e-4
+
+
 def test_words_that_cannot_matter_are_worth_nothing():
     model = pretraining("pplm")
     torch.nn.init.zeros_(model.encoder.tok.weight)
@@ -4197,7 +4214,7 @@ def test_offset_scores():
             else:
                 last.bias.fill_(-50.0)[[7 + 2, 7 + 4]] = 0.0
             batch, hidden = {"pos": torch.arange(8)[None]}, torch.randn(1, 8, 16).double()
-            found = probe.offset_scores(pplm, model.encoder, hidden, batch)
+            found = sample.offset_scores(pplm, model.encoder, hidden, batch)
         assert found.shape == (1, 6, 6, 15)
         expected = [-abs(r - 3) if cfg else -math.log(2) for r in (2, 4)]
         torch.testing.assert_close(found[0, 1, 5, [7 + 2, 7 + 4]], torch.tensor(expected).float())
@@ -4226,7 +4243,7 @@ def test_best_order_tries_every_exchange():
 
     for _ in range(8):
         given = (torch.randperm(5, generator=generator) + 1).tolist()
-        found = probe.best_order(scores, torch.tensor(given)).tolist()
+        found = sample.best_order(scores, torch.tensor(given)).tolist()
         assert total(found) >= total(climb(given, given)) and found != given
         assert climb(found, given) == found
 
@@ -4296,18 +4313,20 @@ def test_probe_of_a_run(probed, said, monkeypatch):
 
 
 def test_probe_of_a_run_with_a_position_objective(probed, said, tmp_path):
-    found = probe_json(tmp_path, "--ckpt", probed / "binary")["words"]
+    found = probe_json(tmp_path, "--ckpt", probed / "binary")
+    out, mlm, found = said(), found["mlm"], found["words"]
     assert list(found) == ["true", "random", "shuffled", "auc"]
-    assert "moved tokens told from the others: AUC" in said()
+    assert "moved tokens told from the others: AUC" in out
+    assert f"every position the true one: {mlm:.3f}" in out
     logged = log_of(probed / "binary")[-1]["val_pplm_binary"]
     assert found["true"] == pytest.approx(logged, abs=1e-4)
-    found = probe_json(tmp_path, "--ckpt", probed / "pmlm", "--cache", "nowhere")["words"]
-    assert set(found.values()) == {None}
+    found = probe_json(tmp_path, "--ckpt", probed / "pmlm", "--cache", "nowhere")
+    assert set(found["words"].values()) == {found["mlm"]} == {None}
     assert "is not prepared in nowhere; --cache names" in said()
 
 
 def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
-    """Indicators and pictures need an encoder; --text needs the heads of pre-training."""
+    """Indicators and pictures need an encoder; sample.py needs the heads of pre-training."""
     saved, file = weights(probed / "lsin"), tmp_path / "finetuned-cola.pt"
     model = {key: value for key, value in saved["model"].items() if key.startswith("encoder.")}
     model["head.1.weight"] = torch.zeros(2, 16)
@@ -4327,7 +4346,7 @@ def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
     assert found == {**expected, "ckpt": str(file), "objective": "finetuned-cola"}
     capsys.readouterr()
     flags = ["--ckpt", str(file), "--text", "the [MASK] fox"]
-    assert "take its run's ckpt.pt" in one_line(capsys, probe.main, flags)
+    assert "take its run's ckpt.pt" in one_line(capsys, sample.main, flags)
 
 
 def test_probe_of_runs(probed, said):
@@ -4497,7 +4516,7 @@ def test_text_that_clm_goes_on_with(probed):
     while len(tokens) < 16:
         hidden = encoder(torch.tensor([tokens]), causal=True)[0, -1]
         tokens.append(int(clm.word_logits(encoder, hidden)[: encoder.config.cls_id].argmax()))
-    found = probe.go_on(encoder, clm, "the quick brown fox")
+    found = sample.go_on(encoder, clm, "the quick brown fox")
     assert found == encoder.tokenizer.decode(tokens[1 + len(ids) :])
 
 
@@ -4511,7 +4530,7 @@ def test_two_texts(probed, said):
     batch = {"nsp_label": torch.tensor([0]), "nsp_weight": torch.tensor([1.0])}
     hidden = model.encoder(torch.tensor([[cfg.cls_id, *ids, cfg.sep_id]]))
     loss, _ = model.objectives["nsp"].loss(model.encoder, hidden, batch)
-    probe.main(["--ckpt", str(probed / "nsp"), "--text", text])
+    sample.main(["--ckpt", str(probed / "nsp"), "--text", text])
     assert f"probability {math.exp(-loss.item()):.3f}" in said()
     model, g = probe.load_pretraining(probed / "tc"), []
     for part in ("the quick fox", " over a lazy dog"):
@@ -4519,9 +4538,8 @@ def test_two_texts(probed, said):
         g.append(list((model.encoder(tokens) - model.encoder.tok(tokens))[0, 1:-1]))
     within = [np.mean([cosine(a, b) for b in rows if b is not a]) for rows in g for a in rows]
     across = [np.mean([cosine(a, b) for b in g[1 - i]]) for i in (0, 1) for a in g[i]]
-    found = probe.what_context_gives(model, ["the quick fox", " over a lazy dog"])
-    assert found["intra-context"] == pytest.approx(np.mean(within), abs=1e-5)
-    assert found["inter-context"] == pytest.approx(np.mean(across), abs=1e-5)
+    found = sample.what_context_gives(model, ["the quick fox", " over a lazy dog"])
+    assert found == pytest.approx((np.mean(within), np.mean(across)), abs=1e-5)
 
 
 def test_hidden_spread_equals_a_loop():
@@ -4541,77 +4559,153 @@ def test_hidden_spread_equals_a_loop():
     assert found["std words"] < 1e-12 < found["std places"]
 
 
-def test_who_moved_with_a_perfect_model(probed, said):
+def test_who_moved_with_a_perfect_model(probed):
     model = probe.load_pretraining(probed / "binary")
     encoder, objective = model.encoder, model.objectives["pplm_binary"]
     knows_offsets(objective)
-    probe.who_moved(encoder, objective, "the quick brown fox jumps over a dog")
-    *words, last = said().splitlines()
-    assert "AUC 1.00" in last and {line.split()[1] for line in words} == {"moved", "stayed"}
-    text = "".join(line.split(maxsplit=2)[2].strip("'") for line in words)
-    assert text == "the quick brown fox jumps over a dog"
-    assert all((float(line[:4]) > 0) == (line.split()[1] == "stayed") for line in words)
+    text = "the quick brown fox jumps over a dog"
+    words, share, stayed, area = sample.who_moved(encoder, objective, text)
+    assert "".join(words) == " " + text and area == 1 and set(stayed.tolist()) == {True, False}
+    assert torch.equal(share > 0.1, stayed)
     encode = encoder.tokenizer.encode_ordinary
     short = next(text for n in range(2, 12) if len(encode(text := " dog" * n)) == 5)
-    probe.who_moved(encoder, objective, short)
-    assert "moved" in said(), "the first shuffle moves none of 5"
+    *_, stayed, _ = sample.who_moved(encoder, objective, short)
+    assert not stayed.all(), "the first shuffle moves none of 5"
 
 
 def test_put_in_order_with_a_perfect_model(probed):
     """A model that knows every offset puts the sentence back; one that copies makes one exchange,
     as it must."""
-    assert abs(probe.pairs_right(torch.tensor([1, 0, 2])) - 2 / 3) < 1e-6
+    assert abs(sample.pairs_right(torch.tensor([1, 0, 2])) - 2 / 3) < 1e-6
     model = probe.load_pretraining(probed / "binary")
     text = "the quick brown fox jumps over a lazy dog"
     for name, true in (("pplm", True), ("pplm", False), ("pmlm", True)):
         objective = objectives.OBJECTIVES[name](model.encoder, ObjectiveConfig(name))
         knows_offsets(objective, true)
-        words, given, found = probe.put_in_order(model.encoder, objective, text)
-        assert "".join(words) == text and probe.pairs_right(given) < 1
+        words, given, found = sample.put_in_order(model.encoder, objective, text)
+        assert "".join(words) == " " + text and sample.pairs_right(given) < 1
         assert sorted(given.tolist()) == sorted(found.tolist()) == list(range(len(words)))
-        assert probe.pairs_right(found) == 1 if true else (found != given).sum() == 2
+        assert sample.pairs_right(found) == 1 if true else (found != given).sum() == 2
         if name == "pmlm":  # what was hidden stands anywhere, not in front
-            _, batch, _ = probe.shuffled(model.encoder, objective, text, 0)
+            _, batch, _ = sample.shuffled(model.encoder, objective, text, 0)
             hidden = (batch["pos"][0, 1:-1] == UNKNOWN_POS).nonzero()[:, 0]
             assert set(given[: len(hidden)].tolist()) != set(hidden.tolist())
 
 
-def test_probe_text(probed, said):
+def test_every_objective_says_something_of_a_text(probed, said):
     for ckpt, text, says in (
         ("abs", "the [MASK] fox [MASK]", "[MASK]: "),
         ("nsp", "the [MASK] fox", "[MASK]: "),
-        ("smooth", "the quick brown fox", "pairs in the right order"),
-        ("smooth", "[SEP][CLS]", "|]|"),  # typed, these are letters like others
-        ("pmlm", "the quick brown fox", "given:"),
-        ("binary", "the quick brown fox jumps", "AUC"),
-        ("clm", "the quick", "the quick -> "),
+        ("smooth", "the quick brown fox", "pairs of words in the right order"),
+        ("smooth", "[SEP][CLS]", "the text:  [SEP][CLS]"),  # typed, these are letters like others
+        ("pmlm", "the quick brown fox", "of 40 shuffles of this text it undoes"),
+        ("binary", "the quick brown fox jumps", "told apart: AUC"),
+        ("clm", "the quick", "the quick .."),
         ("nsp", "the quick ||| brown fox", "probability 0."),
-        ("tc", "the quick ||| brown fox", "across"),
+        ("tc", "the quick ||| brown fox", "across the two"),
     ):
-        probe.main(["--ckpt", str(probed / ckpt), "--text", text])
+        sample.main(["--ckpt", str(probed / ckpt), "--text", text])
         assert says in said()
+
+
+def test_without_a_text_it_asks_until_an_empty_line(probed, said, monkeypatch):
+    lines = iter(["no mask here", "the [MASK] fox", "", "never asked"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    sample.main(["--ckpt", str(probed / "abs")])
+    first, second, no, mask = said().splitlines()
+    assert "takes a text with [MASK]" in second and "takes a text with [MASK]" in no
+    assert mask.startswith("[MASK]: ") and next(lines) == "never asked"
+
+
+@pytest.mark.parametrize("name", ["abs", "smooth", "pmlm", "binary", "clm", "tc", "nsp"])
+def test_the_line_of_a_training_leaves_it_alone(probed, corpus, name):
+    """The same words as from the model in eval mode and float32; nothing drawn, nothing changed."""
+    model = sample.load_pretraining(probed / name)
+    for part in model.modules():
+        if hasattr(part, "p"):
+            part.p = 0.9  # a dropout that shows
+    expected = sample.line(model, corpus=corpus)
+    model.train()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sample.line(model, corpus=corpus) == expected
+    assert model.training and torch.equal(before, torch.get_rng_state())
+    assert "\n" not in expected and len(expected) > 20
+    if "mlm" in model.objectives:
+        text, _, words = expected.partition(" | ")[0].partition(" = ")
+        [answers] = sample.fill_masks(model.eval().encoder, model.objectives["mlm"], text, 3)
+        assert words == ", ".join(f"{sample.shown(word)} {p:.2f}" for word, p in answers)
+        assert text.replace("[MASK]", "dog").split(" ")[0] in WORDS and text.count("[MASK]") == 1
+
+
+def test_the_line_of_a_perfect_model(probed, corpus):
+    """Shuffled words come back in order; without mlm no word is masked."""
+    encoder = sample.load_pretraining(probed / "pmlm").encoder
+    model = Pretraining(encoder, ObjectiveConfig("pplm")).eval()
+    knows_offsets(model.objectives["pplm"])
+    given, _, found = sample.line(model, corpus=corpus).partition(" -> ")
+    assert sorted(given.split()) == sorted(found.split()) and given != found
+    assert found in encoder.tokenizer.decode(corpus.val.tolist())
+    text = "the quick brown fox jumps over it"
+    assert sample.line(model, text).endswith(f"-> {text}")
+
+
+@pytest.mark.parametrize(
+    "objective, text, says",
+    [
+        ("mlm", "no mask here", "mlm needs a \\[MASK\\]"),
+        ("pplm", "a [MASK] here", "\\[MASK\\] is for mlm; the objective is pplm"),
+        ("nsp", "any text", "nsp has nothing to say of a text"),
+        ("mlm+pplm", "fox", "tokens"),
+        ("mlm+pplm", "the [MASK] fox " * 9, "tokens; between 2 and 14 fit"),
+        ("mlm+tc", "the [MASK] fox", None),
+        ("mlm+pplm", "the quick [MASK] fox jumps", None),
+        ("clm", "the quick", None),
+    ],
+)
+def test_a_text_that_does_not_suit_is_refused_before_training(probed, objective, text, says):
+    encoder = sample.load_pretraining(probed / "abs").encoder
+    model = Pretraining(encoder, ObjectiveConfig(objective)).eval()
+    if says:
+        with pytest.raises(ValueError, match=says):
+            sample.check(model, text)
+    else:
+        sample.check(model, text)
+        assert sample.line(model, text)
+    encoder.tokenizer = None  # before data are prepared: the objective alone
+    with contextlib.nullcontext() if not says or "tokens" in says else pytest.raises(ValueError):
+        sample.check(model, text)
 
 
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ("--ckpt abs --text 'no mask here'", "write [MASK] for mlm"),
-        ("--ckpt pmlm --text 'a [MASK] b'", "objective pmlm: write [MASK] for mlm"),
-        ("--ckpt tc --text 'no bars here'", "'one ||| another' for nsp and tc"),
-        ("--ckpt abs --text 'one ||| another'", "for nsp and tc"),
+        ("--ckpt abs --text 'no mask here'", "takes a text with [MASK]"),
+        ("--ckpt pmlm --text 'a [MASK] b'", "(pmlm) takes a sentence"),
+        ("--ckpt tc --text 'no bars here'", "'one text ||| another'"),
+        ("--ckpt abs --text 'one ||| another'", "takes a text"),
         (f"--ckpt pmlm --text '{'fox ' * 40}'", "tokens"),
         ("--ckpt tc --text 'the quick |||'", "0 tokens"),
         ("--ckpt nowhere --text 'x y'", "no checkpoint"),
+    ],
+)
+def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch, capsys):
+    monkeypatch.chdir(probed)
+    assert says in one_line(capsys, sample.main, shlex.split(flags))
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
         ("--ckpt nowhere", "no checkpoint"),
         ("--runs nowhere*", "no folder with a readable ckpt.pt"),
         ("--dynamics lsin", "--keep_every"),
         ("--dynamics abs --cache nowhere", "--cache names another place"),
         ("--dynamics abs --pairs nowhere", "No such file"),
         ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
-        ("--runs abs --text x", "is for --ckpt"),
         ("--runs abs --ckpt abs", "take one of"),
         ("--pairs abs", "is for --dynamics"),
-        ("--text 'x y' --out_dir abs", "--text writes nothing"),
         ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
         ("--dynamics abs --blimp nowhere", "--blimp is for"),
     ],
@@ -4756,6 +4850,48 @@ def test_a_bag_of_words_ties_on_order():
         assert near.all() if ties else near.mean() < 0.2
 
 
+def test_very_unlikely_sentences_tie_too():
+    """Thousands of nats: a sum of float32 would differ by more than a tie allows."""
+    model = pretraining(pe="none", double=False).eval()
+    logits = 13.7 * torch.arange(72.0)
+    model.objectives["mlm"].word_logits = lambda encoder, x: logits.expand(len(x), -1)
+    ids = [random.Random(i).choices(range(64), k=10) for i in range(200)]
+    moved = [random.Random(0).sample(x, 10) for x in ids]
+    found = probe.sentence_scores(model, ids + moved)
+    for scores in found.values():
+        assert scores.dtype == np.float64 and np.abs(scores).max() > 3000
+        a, b = np.split(scores, 2)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [str, str.lower])
+def test_swapped_words_are_order_only_in_any_case(probed, tmp_path, case, capsys):
+    """A sentence's first word is the token that it is inside a sentence: the same words in another
+    order are the same tokens, on which a bag of words ties, and word counts do."""
+    pairs = [("dog watch the fox", "fox watch the dog"), (" owls jumps", "jumps owls")]
+    write_pairs(tmp_path / "own.jsonl", [(case(good), case(bad)) for good, bad in pairs])
+    found = probe_json(tmp_path / "out", "--ckpt", probed / "none", "--blimp", tmp_path)
+    assert found["order-only"] == found["order-only ties"]["pll"] == 2
+    assert found["order-only ties"]["unigram"] == 2 and found["blimp"]["order_only"] == 0.5
+
+
+def test_the_error_of_a_share_is_clustered():
+    """Of equal clusters: that of the mean of their means; not that of independent pairs; of
+    unequal ones, the formula in a loop."""
+    rng = np.random.default_rng(0)
+    means = rng.random(8)
+    values = pandas.Series(np.repeat(means, 50))
+    clusters = pandas.Series(np.repeat(np.arange(8), 50))
+    expected = means.std(ddof=1) / math.sqrt(8)
+    assert probe.clustered_error(values, clusters) == pytest.approx(expected)
+    assert expected > 5 * values.std() / math.sqrt(400)
+    values, clusters = pandas.Series([1, 0, 0.5, 1, 1, 0.0]), pandas.Series([*"aabbbc"])
+    sums = [sum(v - 3.5 / 6 for v, c in zip(values, clusters) if c == name) for name in "abc"]
+    expected = math.sqrt(sum(x * x for x in sums) * 3 / 2) / 6
+    assert probe.clustered_error(values, clusters) == pytest.approx(expected)
+    assert math.isnan(probe.clustered_error(values, pandas.Series(["a"] * 6)))
+
+
 def write_pairs(file, rows, opener=open):
     with opener(file, "wt", encoding="utf-8") as handle:
         for good, bad, *names in rows:
@@ -4779,7 +4915,8 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     found = probe_json(tmp_path / "out", "--runs", probed / "[anp]*", "--blimp", tmp_path)
     out = capsys.readouterr().out
     runs = {run["run"]: run for run in found["runs"]}
-    assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long: 1" in out
+    assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long for the rows: 1" in out
+    assert "{" not in out and "| ties" in out and " +- 0." in out
     none = runs["none"]
     assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
     assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
@@ -4787,6 +4924,7 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     expected = dict(order_only=0.5, order_only_pairs=3, pairs=5, left_out=1)
     assert expected.items() <= none["blimp"].items()
     assert none["blimp"]["ties"] == none["ties"]["pll"]
+    assert none["blimp"]["order_only_paradigms"] == {"a": 0.5, "b": 0.5}
     assert none["blimp"]["mean"] == none["scores"]["pll"]["mean"]
     assert none["blimp"]["paradigms"] == none["paradigms"]["pll"]
     assert list(none["blimp"]["phenomena"]) == ["argument_structure", "long", "own"]
@@ -4851,7 +4989,7 @@ def test_fill_masks_gives_words_of_the_text(run, tmp_path):
     run("run", "--steps 150 --lr 0.02")
     model = probe.load_pretraining(tmp_path / "run")
     text = "the quick brown [MASK] jumps over"
-    [(best, *_)] = probe.fill_masks(model.encoder, model.objectives["mlm"], text)
+    [(best, *_)] = sample.fill_masks(model.encoder, model.objectives["mlm"], text)
     assert best[0].strip() in WORDS
 
 
@@ -5309,8 +5447,8 @@ def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
 
 def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys):
     run = imported.run
-    probe.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
-    assert "[MASK]: '" in capsys.readouterr().out
+    sample.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
+    assert "[MASK]: " in capsys.readouterr().out
     start = finetune.read_start(str(run), cache)
     model = finetune.make_model(start, "cola", 16, 0)
     assert torch.equal(model.encoder.tok.weight, start["model"]["encoder.tok.weight"])
@@ -5510,7 +5648,7 @@ def test_tokenizer_json_cuts_as_tiktoken_does(hugging, random_run, tmp_path):
     check_tokenizer(ours, theirs)
     a, b = ([i + 8 for i in ours.encode_ordinary(text)] for text in (PARIS, "aaa"))
     assert theirs(PARIS, "aaa")["input_ids"] == [0, *a, 2, *b, 2]
-    # The mask takes the space before it along, as in probe.py.
+    # The mask takes the space before it along, as in sample.py.
     assert theirs(f"{PARIS} [MASK].")["input_ids"] == [0, *a, 3, ord(".") + 8, 2]
     roles = [getattr(theirs, f"{role}_token_id") for role in ("cls", "pad", "sep", "mask")]
     assert roles == [0, 1, 2, 3]
