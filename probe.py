@@ -1,6 +1,6 @@
 """What a model has learned about positions: numbers and pictures.
 
-    python probe.py --ckpt RUN                  # one run: P3's indicators, what positions look like,
+    python probe.py --ckpt RUN                  # one run: P3's indicators, how positions look,
                                                 # mlm's loss, what words are worth to a position
                                                 # objective
     python probe.py --runs 'out/*'              # many runs: P3's table 2, losses, all maps, and
