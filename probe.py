@@ -9,6 +9,8 @@
                                                 # figs 3, 6, P3 fig 8
     python probe.py --ckpt RUN --blimp DIR      # minimal pairs: which of two sentences is likelier?
                                                 # DIR has BLiMP's .jsonl files; also with --runs
+    python probe.py --ckpt RUN --lengths 64,128,256     # mlm on rows longer than those trained on;
+                                                # also with --runs
 
 Takes the newest run under out/ unless --ckpt names one. A model that finetune.py saved has
 indicators and pictures, but no --blimp. Writes a folder with probe.json and, where matplotlib is
@@ -68,7 +70,8 @@ SHOWN = 128  # positions that are probed and shown, as in P3
 TIE = 1e-12  # differences below this share of the largest entry are rounding
 COUNTED = 10_000_000  # tokens of the training stream that say how frequent words are
 DYNAMICS_ROWS = 128  # validation rows that --dynamics reads
-BATCH_TOKENS = 8192  # of masked rows that --blimp reads at once
+BATCH_TOKENS = 8192  # of rows that --blimp and --lengths read at once
+LENGTH_TOKENS = 65_536  # of the validation text that --lengths reads at every length
 TIE_NATS = 1e-4  # sentences whose scores are nearer than that tie
 PRIOR = 100  # counts, spread as words are frequent, added to bigrams
 # Okabe and Ito's colours: the colour-blind can tell them apart.
@@ -91,11 +94,14 @@ class ProbeConfig:
         "minimal pairs: a .jsonl file with sentence_good and "
         "sentence_bad, or a folder of such, also with .gz, .xz or .bz2",
     )
+    lengths: str | None = setting(
+        None, "score mlm on rows of these lengths, such as 64,128,256, longer than trained on too"
+    )
     cache: str | None = setting(None, "folder of prepared data (default: the run's)")
     out_dir: str | None = setting(
         None,
-        "where to write (default: RUN/probe, RUN/dynamics, "
-        "RUN/blimp, or probe or blimp beside the runs)",
+        "where to write (default: RUN/probe, RUN/dynamics, RUN/blimp, RUN/lengths, or probe, "
+        "blimp, lengths beside the runs)",
     )
 
 
@@ -1045,6 +1051,92 @@ def compare_pairs(patterns, pairs, cache, out_dir):  # --blimp with --runs
     write(out_dir or root / "blimp", {"runs": runs}, {"phenomena.png": phenomena_of(runs)})
 
 
+# --------------------------------------------------------------------------------------------------
+# Rows longer than any that was trained on
+
+
+def one_text(corpus, mlm, longest):
+    """The text that rows of every length are cut from: stretches of the longest from all over the
+    validation stream, masked once, as in training -> tokens as seen (N,), as they were (N,), where
+    masked (N,) bool."""
+    rows = validation_rows(corpus, max(1, LENGTH_TOKENS // longest), longest)
+    text = rows[:, 1:-1].reshape(1, -1)
+    batch = new_batch(text, corpus.vocab_size)
+    mlm.corrupt(batch, stream("cpu", "lengths"))
+    return batch["tokens"][0], text[0], batch["mlm_masked"][0]
+
+
+@torch.no_grad()
+def losses_by_place(model, corpus, length, longest):
+    """mlm's losses, in nats, at the masked places of a text that is cut into rows of one length;
+    with every length the same words are masked -> places in the row (N,), losses (N,). Raises
+    ValueError where the scheme's table ends before."""
+    encoder, mlm, n = model.encoder, model.objectives["mlm"], length - 2
+    cfg, device = encoder.config, encoder.tok.weight.device
+    text = one_text(corpus, mlm, longest)
+    if len(text[0]) < n:
+        raise ValueError(f"the validation text has no row of {length} tokens")
+    tokens, original, masked = (x[: len(x) // n * n].view(-1, n).to(device) for x in text)
+    tokens = F.pad(tokens, (1, 1), value=cfg.sep_id)
+    tokens[:, 0] = cfg.cls_id  # (R, L): [CLS] x_1 .. x_n [SEP]
+    size, losses = max(1, BATCH_TOKENS // length), []
+    for rows, words, at in zip(tokens.split(size), original.split(size), masked.split(size)):
+        try:
+            hidden = encoder(rows)[:, 1:-1][at]  # (N, C)
+        except ValueError:  # see model.table_index
+            raise ValueError(
+                f"--lengths {length}: pe {cfg.pe} has a table that ends at place {cfg.max_len}; it "
+                "can be given fresh rows and some more steps: python train.py --init_from RUN "
+                f"--block_size {length}"
+            ) from None
+        losses.append(cross_entropy(mlm.word_logits(encoder, hidden), words[at]).double())
+    return masked.nonzero()[:, 1].cpu().numpy() + 1, torch.cat(losses).cpu().numpy()
+
+
+def score_lengths(path, name, lengths, cache, out_dir=None):  # --lengths
+    """mlm's loss on rows of these lengths, in all and by distance from the start; prints and writes
+    it -> what probe.json holds. Raises ValueError, OSError."""
+    model = load_pretraining(path)
+    if "mlm" not in model.objectives:
+        raise ValueError(f"--lengths scores mlm; {path} is {'+'.join(model.names)}")
+    corpus, cfg = own_corpus(model, cache), model.encoder.config
+    model.to(pick_device())
+    width = 32 if max(lengths) <= 256 else 64
+    losses, curves, table = {}, {}, []
+    for length in lengths:
+        places, found = losses_by_place(model, corpus, length, max(lengths))
+        losses[str(length)] = found.mean()
+        curves[str(length)] = pandas.Series(found).groupby(places // width * width).mean()
+        table.append({"rows of": length, "all places": found.mean()})
+        for start in range(0, max(lengths), width):
+            table[-1][f"{start}-{start + width - 1}"] = curves[str(length)].get(start)
+    print(f"{name}: {cfg.pe}, trained on rows of {cfg.max_len}; mlm's loss, by place in the row")
+    print_table(table)
+    run = {"run": name, "pe": cfg.pe, "max_len": cfg.max_len, "lengths": losses}
+    run["lengths_by_place"] = {length: curve.to_dict() for length, curve in curves.items()}
+    drawn = {f"rows of {x}": (curve.index + width / 2, curve) for x, curve in curves.items()}
+    title = f"{cfg.pe}, trained on rows of {cfg.max_len}"
+    pictures = {"lengths.png": lines(title, "place in the row", "mlm loss", drawn)}
+    write(out_dir or beside(path, "lengths"), run, pictures)
+    return run
+
+
+def compare_lengths(patterns, lengths, cache, out_dir):  # --lengths with --runs
+    root, runs = over_runs(patterns, partial(score_lengths, lengths=lengths, cache=cache))
+    print_table([{"run": run["run"], "pe": run["pe"], **run["lengths"]} for run in runs])
+    curves = {run["run"]: (lengths, list(run["lengths"].values())) for run in runs}
+    panels = lines("longer rows", "tokens in a row", "mlm loss", curves)
+    write(out_dir or root / "lengths", {"runs": runs}, {"lengths.png": panels})
+
+
+def whole_numbers(text):
+    """'64,128' -> [64, 128]. Raises ValueError."""
+    numbers = [int(x) for x in text.split(",") if x.strip().isdigit()]
+    if len(numbers) < 1 + text.count(",") or min(numbers) < 4:
+        raise ValueError(f"--lengths {text}: take lengths of 4 and more, such as 64,128,256")
+    return sorted(set(numbers))
+
+
 def parse_args(argv=None):
     """-> namespace with every value set. Exits with 2 on a mistake."""
     parser = Parser("probe.py", __doc__)
@@ -1056,8 +1148,8 @@ def parse_args(argv=None):
         parser.error("take one of --ckpt, --runs and --dynamics")
     if args.pairs and not args.dynamics:
         parser.error("--pairs is for --dynamics")
-    if args.blimp and args.dynamics:
-        parser.error("--blimp is for --ckpt and --runs")
+    if bool(args.blimp) + bool(args.dynamics) + bool(args.lengths) > 1:
+        parser.error("take one of --blimp, --lengths and --dynamics")
     return args
 
 
@@ -1071,6 +1163,10 @@ def main(argv=None):
             compare_pairs(what, read_pairs(args.blimp), *where)
         elif args.blimp:
             judge_pairs(what, Path(what).name, read_pairs(args.blimp), *where)
+        elif args.lengths and args.runs:
+            compare_lengths(what, whole_numbers(args.lengths), *where)
+        elif args.lengths:
+            score_lengths(what, Path(what).name, whole_numbers(args.lengths), *where)
         elif args.runs:
             compare_runs(what, *where)
         elif args.dynamics:

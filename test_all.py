@@ -4707,7 +4707,8 @@ def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch,
         ("--runs abs --ckpt abs", "take one of"),
         ("--pairs abs", "is for --dynamics"),
         ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
-        ("--dynamics abs --blimp nowhere", "--blimp is for"),
+        ("--dynamics abs --blimp nowhere", "take one of --blimp, --lengths"),
+        ("--ckpt abs --lengths 64,x", "--lengths 64,x: take lengths of 4 and more"),
     ],
 )
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
@@ -4963,6 +4964,69 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     one = ["--ckpt", probed / "clm", "--blimp", tmp_path / "own.jsonl", "--cache", "nowhere"]
     assert list(probe_json(tmp_path / "out", *one)["scores"]) == ["log-likelihood"]
     assert "what frequency says left out" in capsys.readouterr().out
+
+
+# Longer rows.
+
+
+class Stream:
+    """Stands for a data.Corpus whose validation text has 90 tokens."""
+
+    vocab_size, val = VOCAB, (np.arange(90) * 7 % CLS).astype(np.uint16)
+
+    def n_rows(self, split, L):
+        return len(self.val) // (L - 2)
+
+    def rows(self, split, index, L):
+        out = np.full((len(index), L), SEP, np.int64)
+        out[:, 0] = CLS
+        for row, i in zip(out, index):
+            row[1:-1] = self.val[i * (L - 2) : (i + 1) * (L - 2)]
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pe", ["none", "sin", "rel", "t5", "rope", "alibi", "lsin+rlsin"])
+def test_losses_by_place_equal_a_loop(pe, monkeypatch):
+    """Rows twice and four times as long as max_len, a row at a time; every length has the same
+    text and masks."""
+    monkeypatch.setattr(probe, "LENGTH_TOKENS", 48)
+    monkeypatch.setattr(probe, "BATCH_TOKENS", 30)
+    model = pretraining("mlm", pe, L=6, mask_rate=0.3).eval()
+    seen, words, at = probe.one_text(Stream(), model.objectives["mlm"], 24)
+    assert len(seen) == 44 and at.sum() == round(0.3 * 42)
+    for length in (6, 13, 24):
+        n, expected = length - 2, []
+        for start in range(0, 44 - n + 1, n):
+            row = torch.tensor([[CLS, *seen[start : start + n].tolist(), SEP]])
+            logits = model.objectives["mlm"].word_logits(model.encoder, model.encoder(row)[0])
+            for i in at[start : start + n].nonzero()[:, 0].tolist():
+                loss = -float(logits[i + 1].log_softmax(-1)[words[start + i]])
+                expected.append((i + 1, loss))
+        places, losses = probe.losses_by_place(model, Stream(), length, 24)
+        assert places.tolist() == [place for place, _ in expected]
+        alike(losses, [loss for _, loss in expected])
+
+
+@pytest.mark.parametrize("pe", ["abs", "tupe_r", "bert_ad", "tupe_a_free"])
+def test_tables_that_end_are_refused_beyond_their_end(pe):
+    model = pretraining("mlm", pe, L=12).eval().requires_grad_(False)
+    probe.losses_by_place(model, Stream(), 12, 24)
+    says = rf"pe {pe} has a table that ends at place 12; .*--init_from RUN --block_size 24"
+    with pytest.raises(ValueError, match=says):
+        probe.losses_by_place(model, Stream(), 24, 24)
+
+
+def test_lengths_of_runs(probed, said, tmp_path):
+    found = probe_json(tmp_path / "one", "--ckpt", probed / "none", "--lengths", "16,40")
+    assert list(found["lengths"]) == ["16", "40"] == list(found["lengths_by_place"])
+    assert list(found["lengths_by_place"]["40"]) == ["0", "32"]
+    assert "| 0-31" in said() and pictures_in(tmp_path / "one") == {"lengths"}
+    runs = ["--runs", probed / "none", probed / "abs", probed / "clm"]
+    [run] = probe_json(tmp_path / "two", *runs, "--lengths", "16,40")["runs"]
+    out = said()
+    assert "pe abs has a table that ends at place 16" in out and "--lengths scores mlm" in out
+    assert run["lengths"] == found["lengths"] and pictures_in(tmp_path / "two") == {"lengths"}
 
 
 @pytest.mark.parametrize(
