@@ -5,6 +5,7 @@
                                                 # objective
     python probe.py --runs 'out/*'              # many runs: P3's table 2, losses, all maps, and
                                                 # table 5 where they were fine-tuned
+    python probe.py --pe t5,rope,alibi          # schemes at their start, without a run
     python probe.py --dynamics RUN              # over the checkpoints of train.py --keep_every: P2
                                                 # figs 3, 6, P3 fig 8
     python probe.py --ckpt RUN --blimp DIR      # minimal pairs: which of two sentences is likelier?
@@ -23,6 +24,7 @@ import json
 import math
 import os
 import re
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -55,10 +57,14 @@ from data import (
 )
 from model import (
     MAX_OFFSET,
+    PE_NAMES,
     UNKNOWN_POS,
+    Encoder,
+    EncoderConfig,
     FactoredBias,
     RelativeSinusoidal,
     Sinusoidal,
+    TupeFree,
     UntiedTable,
     frequencies,
     offset_matrix,
@@ -73,6 +79,7 @@ DYNAMICS_ROWS = 128  # validation rows that --dynamics reads
 BATCH_TOKENS = 8192  # of rows that --blimp and --lengths read at once
 LENGTH_TOKENS = 65_536  # of the validation text that --lengths reads at every length
 TIE_NATS = 1e-4  # sentences whose scores are nearer than that tie
+ACROSS = 6  # maps beside one another
 PRIOR = 100  # counts, spread as words are frequent, added to bigrams
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
@@ -87,6 +94,9 @@ class ProbeConfig:
     """The flags. --runs, which takes several texts, is added by hand."""
 
     ckpt: str | None = setting(None, "run folder or checkpoint file (default: the newest run)")
+    pe: str | None = setting(
+        None, "schemes at their start, without a run: t5,rope,alibi, or all of them: all"
+    )
     dynamics: str | None = setting(None, "follow a run over the checkpoints that it kept")
     pairs: str | None = setting(None, "with --dynamics: lines of word<TAB>word<TAB>score")
     blimp: str | None = setting(
@@ -101,7 +111,7 @@ class ProbeConfig:
     out_dir: str | None = setting(
         None,
         "where to write (default: RUN/probe, RUN/dynamics, RUN/blimp, RUN/lengths, or probe, "
-        "blimp, lengths beside the runs)",
+        "blimp, lengths beside the runs; out/schemes)",
     )
 
 
@@ -432,12 +442,68 @@ def pictures_of(encoder, logits):
     }
 
 
+FAMILIES = ["no positions", "at the input", "by offset", "both", "words and\nplaces apart"]
+
+
+def family(encoder):
+    """Where a scheme tells places apart -> an index of FAMILIES."""
+    pe = encoder.pe
+    if any(isinstance(part, (UntiedTable, TupeFree)) for part in pe.modules()):
+        return 4
+    return (1 if pe.at["embed"] else 0) + (2 if pe.in_logits else 0)
+
+
+def family_map(encoder, A, loss=None):
+    """The map A (L, L) of one scheme, as a panel for draw_families."""
+    title = encoder.config.pe if loss is None else f"{encoder.config.pe}  {loss:.2f}"
+    return dict(axes=dict(title=title), family=family(encoder), matrix=A)
+
+
+def in_rows(panels):
+    """-> rows of at most ACROSS (family, panel), family by family; a family begins a row where it
+    does not fit into what is left of one. Its name stands at its first panel."""
+    rows = [[]]
+    for number, name in enumerate(FAMILIES):
+        members = [panel for panel in panels if panel["family"] == number]
+        if rows[-1] and len(rows[-1]) + len(members) > ACROSS:
+            rows.append([])
+        for panel in members:
+            if len(rows[-1]) == ACROSS:
+                rows.append([])
+            rows[-1].append((name if panel is members[0] else "", panel))
+    return [row for row in rows if row]
+
+
+def draw_families(file, panels, figure_class):
+    """Maps after the softmax -> PNG, all on one scale, in multiples of attention that is alike
+    everywhere."""
+    rows = in_rows(panels)
+    columns = max(3, max(map(len, rows)))
+    size = min(2.0, 9 / columns)  # inches; a README shows about 9 side by side
+    shape = size * columns, (0.9 * size + 0.3) * len(rows) + 0.9
+    figure = figure_class(figsize=shape, layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for ax in grid.flat:
+        ax.set(xticks=[], yticks=[], frame_on=False)
+    for row, axes in zip(rows, grid):
+        for ax, (name, panel) in zip(axes, row):
+            M = np.log2(np.maximum(panel["matrix"] * len(panel["matrix"]), 2.0**-9))
+            image = ax.imshow(M, "PuOr", vmin=-3, vmax=3)
+            ax.set_frame_on(True)
+            ax.set_ylabel(name, size=10)
+            ax.set_title("\n".join(textwrap.wrap(panel["axes"]["title"], 17)), size=10)
+    bar = figure.colorbar(image, ax=grid, location="bottom", aspect=40, shrink=0.7, extend="both")
+    bar.set_ticks(range(-3, 4), labels="1/8 1/4 1/2 1 2 4 8".split())
+    bar.set_label("attention of a place (row) to another (column); 1: alike to all")
+    figure.savefig(file, dpi=200)
+
+
 def draw(file, panels, figure_class):
     """A grid of panels -> PNG. A map's colours span the middle 98% of its values but for its
     edges, so that [CLS] and [SEP] do not hide the rest."""
     columns, width, height = 1, 9, 3.6
     if "matrix" in panels[0]:
-        columns, width, height = min(len(panels), 4), 4, 3.4
+        columns, width, height = min(len(panels), 4), 2.9, 2.5
     rows = math.ceil(len(panels) / columns)
     figure = figure_class(figsize=(width * columns, height * rows), layout="constrained")
     for number, panel in enumerate(panels, 1):
@@ -448,7 +514,7 @@ def draw(file, panels, figure_class):
             b = a + len(M)
             image = ax.imshow(M, "cividis_r", extent=(a, b, b, a))  # dark is high, as in P3
             image.set_clim(*np.percentile(M[1:-1, 1:-1].compressed(), (1, 99)))
-            figure.colorbar(image, ax=ax, shrink=0.8)
+            figure.colorbar(image, ax=ax, fraction=0.046)
         else:
             ax.set_prop_cycle(
                 color=4 * COLOURS, linestyle=np.repeat(["-", "--", ":", "-."], len(COLOURS))
@@ -457,7 +523,7 @@ def draw(file, panels, figure_class):
                 ax.plot(x, y, marker=".", label=name)
             ax.grid(alpha=0.3)
             ax.legend(bbox_to_anchor=(1, 1), loc="upper left")
-    figure.savefig(file, dpi=100)
+    figure.savefig(file, dpi=150)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -484,7 +550,8 @@ def write(folder, numbers, pictures):
         if isinstance(panels, str):
             print(f"{file} left out: {panels}")
         elif Figure:
-            draw(folder / file, panels, Figure)
+            how = draw_families if "family" in panels[0] else draw
+            how(folder / file, panels, Figure)
             written.append(file)
     advice = "" if Figure else "; for pictures: pip install matplotlib"
     print(f"wrote {folder}: {', '.join(written)}{advice}")
@@ -574,8 +641,8 @@ def beside(path, name):
 
 
 def read_run(folder, name, cache):
-    """-> the mean logits (L, L), [(step, val_loss)], a row for the table and probe.json."""
-    model, logits, _, run = examine(folder, cache)
+    """-> its map as a panel, [(step, val_loss)], a row for the table and probe.json."""
+    model, _, A, run = examine(folder, cache)
     facts, found = model.facts, run["indicators"]
     losses, by_lr, scores = [], defaultdict(list), {}
     for line in intact_rows(folder / "log.jsonl"):
@@ -588,14 +655,15 @@ def read_run(folder, name, cache):
             by_lr[key].append(value)
     for (score, _), values in by_lr.items():  # median over seeds, at the best lr
         scores[score] = max(scores.get(score, -math.inf), float(np.median(values)))
+    val_loss = losses[-1][1] if losses else None
     return (
-        logits.mean(0),
+        family_map(model.encoder, A, val_loss if run["mlm"] is None else run["mlm"]),
         losses,
         {
             "run": name,
             **run,
             "steps": facts["step"],
-            "val_loss": losses[-1][1] if losses else None,
+            "val_loss": val_loss,
             **found["with_specials"],
             "aiv w/o": found["without_specials"]["aiv"],
             **{f"words {kind}": value for kind, value in run["words"].items()},
@@ -674,9 +742,12 @@ def compare_runs(patterns, cache, out_dir):  # --runs
     and losses of all."""
     runs, grid, panels, losses = [], [], [], defaultdict(dict)
     root, found = over_runs(patterns, partial(read_run, cache=cache))
-    for logits, curve, run in found:
+    several = len({run["objective"] for *_, run in found}) > 1
+    for panel, curve, run in found:
         runs.append(run)
-        grid += maps([f"{run['pe']}, {run['objective']}"], [logits])
+        grid.append(panel)
+        if several:
+            panel["axes"]["title"] += f" {run['objective']}"
         if curve:
             losses[run["objective"]][run["run"]] = np.array(curve).T
     print_table(runs)
@@ -703,6 +774,24 @@ def compare_runs(patterns, cache, out_dir):  # --runs
         out_dir or root / "probe",
         {"runs": runs, "correlations": table5},
         {"maps.png": grid, "losses.png": panels or "no run has a log with val_loss"},
+    )
+
+
+def schemes_at_start(names, out_dir):  # --pe
+    """P3's indicators and the maps of schemes before any training: an encoder of the demo's shape,
+    and random words. Raises ValueError."""
+    panels, patterns, table = [], [], []
+    for pe in PE_NAMES if names == "all" else names.split(","):
+        torch.manual_seed(0)
+        encoder = Encoder(EncoderConfig(vocab_size=8192, pe=pe.strip())).requires_grad_(False)
+        words = torch.arange(encoder.config.cls_id)[:: encoder.config.cls_id // 50]
+        logits, A = (m.mean(0) for m in identical_word_maps(encoder.double().eval(), words))
+        panels.append(family_map(encoder, A))
+        patterns += maps([encoder.config.pe], [logits])
+        table.append({"pe": encoder.config.pe, **indicators(A[1:-1, 1:-1])})
+    print_table(table)
+    write(
+        out_dir or "out/schemes", {"schemes": table}, {"maps.png": panels, "logits.png": patterns}
     )
 
 
@@ -1143,13 +1232,12 @@ def parse_args(argv=None):
     parser.add_argument("--runs", nargs="+", metavar="GLOB", help="compare run folders")
     parser.add_settings("what is probed", ProbeConfig)
     args = parser.parse_args(argv, ProbeConfig())
-    many = args.runs or args.dynamics
-    if args.ckpt and many or args.runs and args.dynamics:
-        parser.error("take one of --ckpt, --runs and --dynamics")
+    if sum(map(bool, (args.ckpt, args.runs, args.dynamics, args.pe))) > 1:
+        parser.error("take one of --ckpt, --runs, --dynamics and --pe")
     if args.pairs and not args.dynamics:
         parser.error("--pairs is for --dynamics")
-    if bool(args.blimp) + bool(args.dynamics) + bool(args.lengths) > 1:
-        parser.error("take one of --blimp, --lengths and --dynamics")
+    if sum(map(bool, (args.blimp, args.lengths, args.dynamics, args.pe))) > 1:
+        parser.error("take one of --blimp, --lengths, --dynamics and --pe")
     return args
 
 
@@ -1157,6 +1245,8 @@ def main(argv=None):
     args = parse_args(argv)
     keep_memory()
     with one_line_errors():
+        if args.pe:
+            return schemes_at_start(args.pe.lower(), args.out_dir)
         what = args.runs or args.dynamics or args.ckpt or newest_run()
         where = args.cache, args.out_dir
         if args.blimp and args.runs:

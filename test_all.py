@@ -4003,6 +4003,72 @@ def test_every_scheme_has_its_pictures(pe):
         alike(matrices(found["position_logits.png"]), expected)
 
 
+def test_families_of_schemes():
+    """From what a scheme does, not from its name."""
+    found = {name: probe.FAMILIES[probe.family(tiny(name))].split()[0] for name in PE_NAMES}
+    expected = {"none": "no"} | dict.fromkeys(["abs", "bert_a", "sin", "lsin"], "at")
+    offsets = "rel rel_k rsin rlsin t5 t5_untie_cls rope alibi".split()
+    expected |= dict.fromkeys(offsets, "by")
+    for name in PE_NAMES:
+        apart = name.startswith("tupe") or name == "bert_ad"
+        assert found[name] == expected.get(name, "words" if apart else "both"), name
+
+
+class Shown:
+    """Stands for matplotlib's Figure; .last is the one that was drawn."""
+
+    def __new__(cls, **settings):
+        from matplotlib.figure import Figure
+
+        cls.last = Figure(**settings)
+        return cls.last
+
+
+def lies_within(figure):
+    """Everything that is drawn lies within the picture."""
+    inches = figure.get_tightbbox().extents
+    return (inches >= -0.01).all() and (inches[2:] <= figure.get_size_inches() + 0.01).all()
+
+
+def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = []
+    for i, pe in enumerate(["tupe_r_tie_cls", "t5", "none", "abs", *["rope"] * 8]):
+        A = np.random.default_rng(i).random((12, 12)) ** (1 + 10 * i)
+        panels.append(probe.family_map(tiny(pe), A / A.sum(1, keepdims=True), 4.654321))
+    rows = probe.in_rows(panels)
+    assert sorted(id(panel) for row in rows for _, panel in row) == sorted(map(id, panels))
+    families = [panel["family"] for row in rows for _, panel in row]
+    assert families == sorted(families) and max(map(len, rows)) == probe.ACROSS
+    assert [name.split()[:1] for name, _ in rows[0]] == [["no"], ["at"]]
+    probe.draw_families(tmp_path / "a.png", panels, Shown)
+    images = [ax.images[0] for ax in Shown.last.axes if ax.images]
+    assert len(images) == 12 and {image.get_clim() for image in images} == {(-3, 3)}
+    uniform = probe.family_map(tiny("none"), np.full((12, 12), 1 / 12))
+    probe.draw_families(tmp_path / "a.png", [uniform], Shown)
+    alike(Shown.last.axes[0].images[0].get_array(), np.zeros((12, 12)), 1e-12)
+    assert "t5  4.65" in [panel["axes"]["title"] for panel in panels] and lies_within(Shown.last)
+
+
+@pytest.mark.parametrize("n", [1, 4, 6])
+def test_titles_of_maps_are_whole(n, tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = probe.maps([f"head {i + 1}" for i in range(n)], np.random.rand(n, 64, 64))
+    probe.draw(tmp_path / "a.png", panels, Shown)
+    assert lies_within(Shown.last)
+
+
+def test_schemes_at_their_start(tmp_path, said, capsys):
+    found = probe_json(tmp_path, "--pe", "none,alibi")
+    none, alibi = found["pictures"]["maps.png"]
+    assert np.sum(none["matrix"]) == pytest.approx(64) == np.sum(alibi["matrix"])
+    assert [row["pe"] for row in found["schemes"]] == ["none", "alibi"]
+    assert found["schemes"][1]["opr"] == 0 and "| alibi" in said()
+    assert pictures_in(tmp_path) == {"maps", "logits"}
+    assert "unknown pe 'foo'" in one_line(capsys, probe.main, ["--pe", "foo"])
+    assert "take one of" in one_line(capsys, probe.main, ["--pe", "t5", "--ckpt", "run"])
+
+
 class Kerple(model_module.T5Bias):
     """Stands for what a student adds: its w is no frequency."""
 
