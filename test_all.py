@@ -3882,7 +3882,7 @@ def balance(A, reach):
     return sum(A[i, j] for i, j in near if i > j) / sum(A[i, j] for i, j in near if i < j)
 
 
-@pytest.mark.parametrize("L, first", [(2, None), (5, None), (9, 4), (13, None), (26, 20)])
+@pytest.mark.parametrize("L, first", [(2, None), (9, 4), (26, 20)])
 def test_indicators_equal_loops(L, first):
     rng = np.random.default_rng(L)
     for A in (rng.random((L, L)), rng.integers(1, 4, (L, L)).astype(float)):  # many ties
@@ -4050,7 +4050,7 @@ def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
     assert "t5  4.65" in [panel["axes"]["title"] for panel in panels] and lies_within(Shown.last)
 
 
-@pytest.mark.parametrize("n", [1, 4, 6])
+@pytest.mark.parametrize("n", [1, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_titles_of_maps_are_whole(n, tmp_path):
     pytest.importorskip("matplotlib")
     panels = probe.maps([f"head {i + 1}" for i in range(n)], np.random.rand(n, 64, 64))
@@ -4058,10 +4058,11 @@ def test_titles_of_maps_are_whole(n, tmp_path):
     assert lies_within(Shown.last)
 
 
-def test_schemes_at_their_start(tmp_path, said, capsys):
+def test_schemes_at_their_start(tmp_path, said, capsys, undrawn):
     found = probe_json(tmp_path, "--pe", "none,alibi")
     none, alibi = found["pictures"]["maps.png"]
-    assert np.sum(none["matrix"]) == pytest.approx(64) == np.sum(alibi["matrix"])
+    for panel in (none, alibi):  # after the softmax
+        alike(np.sum(panel["matrix"], 1), np.ones(64), 1e-4)
     assert [row["pe"] for row in found["schemes"]] == ["none", "alibi"]
     assert found["schemes"][1]["opr"] == 0 and "| alibi" in said()
     assert pictures_in(tmp_path) == {"maps", "logits"}
@@ -4326,6 +4327,13 @@ def pictures_in(folder):
     return {file.stem for file in folder.glob("*.png")}
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are empty files: what is in them, and how they are drawn, has tests of its own."""
+    for name in ("draw", "draw_families"):
+        monkeypatch.setattr(probe, name, lambda file, panels, figure_class: file.touch())
+
+
 @pytest.fixture(scope="module")
 def probed(corpus_file, cache, tmp_path_factory):
     """Tiny runs: what --ckpt, --runs, --dynamics and --text work on."""
@@ -4346,6 +4354,7 @@ def probed(corpus_file, cache, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_probe_of_a_run(probed, said, monkeypatch):
     probe.main(["--ckpt", str(probed / "lsin")])
     out, folder = said(), probed / "lsin" / "probe"
@@ -4378,7 +4387,7 @@ def test_probe_of_a_run(probed, said, monkeypatch):
     assert [file.name for file in folder.iterdir()] == ["probe.json"]
 
 
-def test_probe_of_a_run_with_a_position_objective(probed, said, tmp_path):
+def test_probe_of_a_run_with_a_position_objective(probed, said, tmp_path, undrawn):
     found = probe_json(tmp_path, "--ckpt", probed / "binary")
     out, mlm, found = said(), found["mlm"], found["words"]
     assert list(found) == ["true", "random", "shuffled", "auc"]
@@ -4391,7 +4400,7 @@ def test_probe_of_a_run_with_a_position_objective(probed, said, tmp_path):
     assert "is not prepared in nowhere; --cache names" in said()
 
 
-def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
+def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path, undrawn):
     """Indicators and pictures need an encoder; sample.py needs the heads of pre-training."""
     saved, file = weights(probed / "lsin"), tmp_path / "finetuned-cola.pt"
     model = {key: value for key, value in saved["model"].items() if key.startswith("encoder.")}
@@ -4409,13 +4418,15 @@ def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
     probe.main(["--ckpt", str(file)])
     found = read(tmp_path / "probe_finetuned-cola" / "probe.json")
     expected = probe_json(tmp_path / "run", "--ckpt", probed / "lsin")
-    assert found == {**expected, "ckpt": str(file), "objective": "finetuned-cola"}
+    own = {"ckpt": str(file), "objective": "finetuned-cola", "mlm": None}
+    assert found == {**expected, **own} and expected["mlm"] > 0
     capsys.readouterr()
     flags = ["--ckpt", str(file), "--text", "the [MASK] fox"]
     assert "take its run's ckpt.pt" in one_line(capsys, sample.main, flags)
 
 
-def test_probe_of_runs(probed, said):
+@pytest.mark.slow
+def test_probe_of_runs(probed, said, undrawn):
     for i, name in enumerate(("abs", "none", "lsin", "tupe")):
         rows = []
         for lr, seed in ((0.1, 0), (0.2, 0), (0.2, 1), (0.2, 7)):
@@ -4450,12 +4461,19 @@ def test_probe_of_runs(probed, said):
     probe_json(probed / "two", "--runs", probed / "abs", probed / "no*")
     assert "no correlations" in said()
     (probed / "none" / "results.jsonl").unlink()
+
+
+def test_correlations_are_pearsons_without_none():
+    """Over the runs where a number is finite; NaN where it is the same in all."""
     for x, unknown in (([1.0, 1, 1], True), ([1.0, math.inf, 2], True), ([3.0, 1, 2], False)):
         rows = [{"pe": "abs", "objective": "mlm", "scores": {"s": i}, "x": x[i]} for i in range(3)]
-        assert math.isnan(probe.correlations(rows, ["x"])[0]["x"]) == unknown
+        rows.append({"pe": "none", "objective": "mlm", "scores": {"s": 9}, "x": -9.0})
+        [found] = probe.correlations(rows, ["x"])
+        assert found["runs"] == 3 and math.isnan(found["x"]) == unknown
+    assert found["x"] == pytest.approx(np.corrcoef([0, 1, 2], x)[0, 1])
 
 
-def test_damaged_files_are_left_out(probed, said, tmp_path):
+def test_damaged_files_are_left_out(probed, said, tmp_path, undrawn):
     """A crash, a full disk, another program: what can be read still counts."""
     good = {"task": "docs", "ckpt": "out/run", "lr": 0.1, "metrics": {"accuracy": 0.5}}
     for name in ("lines", "config", "rows", "checkpoint"):
@@ -4545,7 +4563,8 @@ def test_driver_runs_what_is_missing(tmp_path, monkeypatch):
             rows(asked)
 
 
-def test_dynamics_of_a_run(probed, corpus, said, tmp_path):
+@pytest.mark.slow
+def test_dynamics_of_a_run(probed, corpus, said, tmp_path, undrawn):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("quick\tfox\t7.5\nlazy\tzebra\t1\n")
     folder = probed / "abs" / "dynamics"
@@ -4658,16 +4677,15 @@ def test_put_in_order_with_a_perfect_model(probed):
             assert set(given[: len(hidden)].tolist()) != set(hidden.tolist())
 
 
-def test_every_objective_says_something_of_a_text(probed, said):
+def test_every_objective_says_something_of_a_text(probed, said, monkeypatch):
+    monkeypatch.setattr(sample, "SHUFFLES", 3)
     for ckpt, text, says in (
         ("abs", "the [MASK] fox [MASK]", "[MASK]: "),
-        ("nsp", "the [MASK] fox", "[MASK]: "),
         ("smooth", "the quick brown fox", "pairs of words in the right order"),
         ("smooth", "[SEP][CLS]", "the text:  [SEP][CLS]"),  # typed, these are letters like others
-        ("pmlm", "the quick brown fox", "of 40 shuffles of this text it undoes"),
+        ("pmlm", "the quick brown fox", "of 3 shuffles of this text it undoes"),
         ("binary", "the quick brown fox jumps", "told apart: AUC"),
         ("clm", "the quick", "the quick .."),
-        ("nsp", "the quick ||| brown fox", "probability 0."),
         ("tc", "the quick ||| brown fox", "across the two"),
     ):
         sample.main(["--ckpt", str(probed / ckpt), "--text", text])
@@ -4683,7 +4701,7 @@ def test_without_a_text_it_asks_until_an_empty_line(probed, said, monkeypatch):
     assert mask.startswith("[MASK]: ") and next(lines) == "never asked"
 
 
-@pytest.mark.parametrize("name", ["abs", "smooth", "pmlm", "binary", "clm", "tc", "nsp"])
+@pytest.mark.parametrize("name", ["abs", "pmlm", "binary", "clm"])
 def test_the_line_of_a_training_leaves_it_alone(probed, corpus, name):
     """The same words as from the model in eval mode and float32; nothing drawn, nothing changed."""
     model = sample.load_pretraining(probed / name)
@@ -4725,7 +4743,6 @@ def test_the_line_of_a_perfect_model(probed, corpus):
         ("nsp", "any text", "nsp has nothing to say of a text"),
         ("mlm+pplm", "fox", "tokens"),
         ("mlm+pplm", "the [MASK] fox " * 9, "tokens; between 2 and 14 fit"),
-        ("mlm+tc", "the [MASK] fox", None),
         ("mlm+pplm", "the quick [MASK] fox jumps", None),
         ("clm", "the quick", None),
     ],
@@ -4750,10 +4767,7 @@ def test_a_text_that_does_not_suit_is_refused_before_training(probed, objective,
         ("--ckpt abs --text 'no mask here'", "takes a text with [MASK]"),
         ("--ckpt pmlm --text 'a [MASK] b'", "(pmlm) takes a sentence"),
         ("--ckpt tc --text 'no bars here'", "'one text ||| another'"),
-        ("--ckpt abs --text 'one ||| another'", "takes a text"),
-        (f"--ckpt pmlm --text '{'fox ' * 40}'", "tokens"),
         ("--ckpt tc --text 'the quick |||'", "0 tokens"),
-        ("--ckpt nowhere --text 'x y'", "no checkpoint"),
     ],
 )
 def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch, capsys):
@@ -4768,7 +4782,6 @@ def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch,
         ("--runs nowhere*", "no folder with a readable ckpt.pt"),
         ("--dynamics lsin", "--keep_every"),
         ("--dynamics abs --cache nowhere", "--cache names another place"),
-        ("--dynamics abs --pairs nowhere", "No such file"),
         ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
         ("--runs abs --ckpt abs", "take one of"),
         ("--pairs abs", "is for --dynamics"),
@@ -4866,6 +4879,7 @@ def test_sentence_scores_equal_loops(objective, pe, naive, monkeypatch):
         assert 0 < (pll != l2r).sum() < len(sentences)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_pll_equals_transformers():
     transformers = pytest.importorskip("transformers")
@@ -4932,7 +4946,7 @@ def test_very_unlikely_sentences_tie_too():
 
 
 @pytest.mark.parametrize("case", [str, str.lower])
-def test_swapped_words_are_order_only_in_any_case(probed, tmp_path, case, capsys):
+def test_swapped_words_are_order_only_in_any_case(probed, tmp_path, case, capsys, undrawn):
     """A sentence's first word is the token that it is inside a sentence: the same words in another
     order are the same tokens, on which a bag of words ties, and word counts do."""
     pairs = [("dog watch the fox", "fox watch the dog"), (" owls jumps", "jumps owls")]
@@ -4966,7 +4980,8 @@ def write_pairs(file, rows, opener=open):
             handle.write(json.dumps(row | dict(zip(("UID", "linguistics_term"), names))) + "\n")
 
 
-def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
+@pytest.mark.slow
+def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path, undrawn):
     write_pairs(
         tmp_path / "one.jsonl.xz",
         [
@@ -5083,7 +5098,7 @@ def test_tables_that_end_are_refused_beyond_their_end(pe):
         probe.losses_by_place(model, Stream(), 24, 24)
 
 
-def test_lengths_of_runs(probed, said, tmp_path):
+def test_lengths_of_runs(probed, said, tmp_path, undrawn):
     found = probe_json(tmp_path / "one", "--ckpt", probed / "none", "--lengths", "16,40")
     assert list(found["lengths"]) == ["16", "40"] == list(found["lengths_by_place"])
     assert list(found["lengths_by_place"]["40"]) == ["0", "32"]
@@ -5099,9 +5114,8 @@ def test_lengths_of_runs(probed, said, tmp_path):
     "lines, says",
     [
         ("", "no pairs in"),
-        ('{"sentence_good": "a"}', "row 1: sentence_good and sentence_bad must"),
         ('{"sentence_good": "a", "sentence_bad": "b"}\n["a", "b"]', "row 2: sentence_good"),
-        ('{"sentence_good": "a", "sentence_bad": ""}', "row 1"),
+        ('{"sentence_good": "a", "sentence_bad": ""}', "row 1: sentence_good and"),
         ('{"sentence', "cannot be read"),
         (json.dumps({"sentence_good": "a" * 999, "sentence_bad": "b"}), "no pair fits"),
     ],
