@@ -1,28 +1,22 @@
-"""What a model has learned about positions: numbers, pictures, and a try.
+"""What a model has learned about positions: numbers and pictures.
 
-    python probe.py --ckpt RUN          # one run: P3's indicators, what positions look like, and
-                                        # what words are worth to its position objective
-    python probe.py --runs 'out/*'      # many runs: P3's table 2, losses, and table 5 where they
-                                        # were fine-tuned
-    python probe.py --dynamics RUN      # over the checkpoints of train.py --keep_every: P2 figs 3,
-                                        # 6, P3 fig 8
-    python probe.py --ckpt RUN --blimp DIR      # minimal pairs, or with --runs: which of two
-                                        # sentences is likelier? DIR has BLiMP's .jsonl files
-    python probe.py --text 'Returns the [MASK] of the array.'       # try a model; what it does
-                                        # depends on its objective:
-
-mlm                      a text with [MASK]              the five likeliest words
-nsp                      'first part ||| second part'    does the second follow the first?
-tc                       'one text ||| another text'     how alike are contexts within a text, and
-                                                         across?
-pplm, pplm_some, pmlm    a sentence                      is shuffled, and put back in order
-pplm_binary              a sentence                      is shuffled: which tokens moved?
-clm                      the beginning of a text         goes on
+    python probe.py --ckpt RUN                  # one run: P3's indicators, how positions look,
+                                                # mlm's loss, what words are worth to a position
+                                                # objective
+    python probe.py --runs 'out/*'              # many runs: P3's table 2, losses, all maps, and
+                                                # table 5 where they were fine-tuned
+    python probe.py --pe t5,rope,alibi          # schemes at their start, without a run
+    python probe.py --dynamics RUN              # over the checkpoints of train.py --keep_every: P2
+                                                # figs 3, 6, P3 fig 8
+    python probe.py --ckpt RUN --blimp DIR      # minimal pairs: which of two sentences is likelier?
+                                                # DIR has BLiMP's .jsonl files; also with --runs
+    python probe.py --ckpt RUN --lengths 64,128,256     # mlm on rows longer than those trained on;
+                                                # also with --runs
 
 Takes the newest run under out/ unless --ckpt names one. A model that finetune.py saved has
-indicators and pictures, but neither --text nor --blimp. Writes a folder with probe.json and, where
-matplotlib is there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position
-Embeddings in BERT".
+indicators and pictures, but no --blimp. Writes a folder with probe.json and, where matplotlib is
+there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
+To try a model on a text: sample.py.
 """
 
 import glob
@@ -30,7 +24,7 @@ import json
 import math
 import os
 import re
-from argparse import Namespace
+import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +42,6 @@ from common import (
     newest_run,
     one_line_errors,
     pick_device,
-    pick_fields,
-    read_checkpoint,
     read_rows,
     setting,
     write_json,
@@ -65,26 +57,29 @@ from data import (
 )
 from model import (
     MAX_OFFSET,
+    PE_NAMES,
     UNKNOWN_POS,
+    Encoder,
+    EncoderConfig,
     FactoredBias,
     Positions,
     RelativeSinusoidal,
     Sinusoidal,
+    TupeFree,
     UntiedTable,
     frequencies,
-    load,
-    load_strict,
 )
-from objectives import ObjectiveConfig, Pretraining, new_batch, stream
+from objectives import new_batch, stream
+from sample import believed, load_pretraining, position_objective
 
 SHOWN = 128  # positions that are probed and shown, as in P3
 TIE = 1e-12  # differences below this share of the largest entry are rounding
 COUNTED = 10_000_000  # tokens of the training stream that say how frequent words are
 DYNAMICS_ROWS = 128  # validation rows that --dynamics reads
-NEXT_TOKENS = 20  # with which clm goes on
-SHUFFLES = 40  # of a sentence that is put back in order
-BATCH_TOKENS = 8192  # of masked rows that --blimp reads at once
+BATCH_TOKENS = 8192  # of rows that --blimp and --lengths read at once
+LENGTH_TOKENS = 65_536  # of the validation text that --lengths reads at every length
 TIE_NATS = 1e-4  # sentences whose scores are nearer than that tie
+ACROSS = 6  # maps beside one another
 PRIOR = 100  # counts, spread as words are frequent, added to bigrams
 # Okabe and Ito's colours: the colour-blind can tell them apart.
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
@@ -99,47 +94,29 @@ class ProbeConfig:
     """The flags. --runs, which takes several texts, is added by hand."""
 
     ckpt: str | None = setting(None, "run folder or checkpoint file (default: the newest run)")
+    pe: str | None = setting(
+        None, "schemes at their start, without a run: t5,rope,alibi, or all of them: all"
+    )
     dynamics: str | None = setting(None, "follow a run over the checkpoints that it kept")
-    text: str | None = setting(None, "try the model on a text: see above")
     pairs: str | None = setting(None, "with --dynamics: lines of word<TAB>word<TAB>score")
     blimp: str | None = setting(
         None,
         "minimal pairs: a .jsonl file with sentence_good and "
         "sentence_bad, or a folder of such, also with .gz, .xz or .bz2",
     )
+    lengths: str | None = setting(
+        None, "score mlm on rows of these lengths, such as 64,128,256, longer than trained on too"
+    )
     cache: str | None = setting(None, "folder of prepared data (default: the run's)")
     out_dir: str | None = setting(
         None,
-        "where to write (default: RUN/probe, RUN/dynamics, "
-        "RUN/blimp, or probe or blimp beside the runs)",
+        "where to write (default: RUN/probe, RUN/dynamics, RUN/blimp, RUN/lengths, or probe, "
+        "blimp, lengths beside the runs; out/schemes)",
     )
 
 
 # --------------------------------------------------------------------------------------------------
 # A run: its model, its text
-
-
-def load_pretraining(path):
-    """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
-    mode, without gradients; `.facts` is the checkpoint.
-
-    A model that finetune.py saved has no objectives. Raises ValueError, FileNotFoundError.
-    """
-    facts = read_checkpoint(path)
-    encoder = load(path).requires_grad_(False)
-    if "task" in facts:
-        name = f"finetuned-{facts['task']}"
-        return Namespace(encoder=encoder, names=[name], objectives={}, causal=False)
-    model = Pretraining(encoder, pick_fields(ObjectiveConfig, Namespace(**facts["args"])))
-    load_strict(model, facts["model"], path)
-    model.facts = facts
-    return model.requires_grad_(False).eval()
-
-
-def position_objective(model):
-    for objective in model.objectives.values():
-        if objective.kind == "position":
-            return objective
 
 
 def own_corpus(model, cache):
@@ -313,6 +290,23 @@ def worth_of_words(model, corpus):
     return losses
 
 
+@torch.no_grad()
+def mlm_loss(model, corpus):
+    """mlm's loss, in nats, on validation rows whose words are masked as in training's validation
+    and whose positions are the true ones, whatever else the objective corrupts: this one number
+    compares mlm with mlm+pplm. Without dropout and autocast."""
+    encoder, mlm = model.encoder, model.objectives["mlm"]
+    batches, total = validation_batches(corpus, encoder.config.max_len), 0
+    model.eval()
+    for number, tokens in enumerate(batches):
+        tokens = tokens.to(encoder.tok.weight.device)
+        batch = new_batch(tokens, encoder.config.vocab_size)
+        mlm.corrupt(batch, stream(tokens.device, "validation", number, "mlm"))
+        loss, _ = mlm.loss(encoder, encoder(batch["tokens"]), batch)
+        total += float(loss) * len(tokens)
+    return total / sum(map(len, batches))
+
+
 def words_as_text(found):
     """What worth_of_words has found, in a line for people."""
     text = (
@@ -342,28 +336,6 @@ def other_words(tokens, cls_id, text):
         "random": torch.where(special, tokens, random),
         "shuffled": tokens.scatter(1, places, tokens.gather(1, donors)),
     }
-
-
-def believed(objective, encoder, hidden, batch):
-    """Can an objective tell which tokens moved? For each row -> of its n words, how far it believes
-    their places (n,): P(a pair's given offset is its true one), mean over both directions of all
-    pairs of a word; did they stay (n,); and the share of (stayed, moved) pairs in which the first
-    is believed more, a tie being half a one: the AUC, NaN where all moved or none."""
-    head = objective.head
-    scores = head.scores(encoder, hidden, batch)  # (B, L-2, L-2, H)
-    for s, pos, is_word in zip(scores, batch["pos"], batch["eligible"]):
-        place = is_word.nonzero()[:, 0]
-        pos = pos[place]
-        given = pos - pos[:, None]  # (n, n)
-        # The class that a pair has if its given offset is its true one.
-        label = objective.label(given, given)
-        s = s[place - 1][:, place - 1]  # [CLS] has no scores
-        p = head.psi(s).float().softmax(-1)  # (n, n, n_class)
-        p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
-        share = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
-        stayed = pos == place
-        more = share[stayed][:, None] - share[~stayed]
-        yield share, stayed, float(more.sign().mean() + 1) / 2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -469,12 +441,68 @@ def pictures_of(encoder, logits):
     }
 
 
+FAMILIES = ["no positions", "at the input", "by offset", "both", "words and\nplaces apart"]
+
+
+def family(encoder):
+    """Where a scheme tells places apart -> an index of FAMILIES."""
+    pe = encoder.pe
+    if any(isinstance(part, (UntiedTable, TupeFree)) for part in pe.modules()):
+        return 4
+    return (1 if pe.part_with["embed"] else 0) + (2 if pe.in_logits else 0)
+
+
+def family_map(encoder, A, loss=None):
+    """The map A (L, L) of one scheme, as a panel for draw_families."""
+    title = encoder.config.pe if loss is None else f"{encoder.config.pe}  {loss:.2f}"
+    return dict(axes=dict(title=title), family=family(encoder), matrix=A)
+
+
+def in_rows(panels):
+    """-> rows of at most ACROSS (family, panel), family by family; a family begins a row where it
+    does not fit into what is left of one. Its name stands at its first panel."""
+    rows = [[]]
+    for number, name in enumerate(FAMILIES):
+        members = [panel for panel in panels if panel["family"] == number]
+        if rows[-1] and len(rows[-1]) + len(members) > ACROSS:
+            rows.append([])
+        for panel in members:
+            if len(rows[-1]) == ACROSS:
+                rows.append([])
+            rows[-1].append((name if panel is members[0] else "", panel))
+    return [row for row in rows if row]
+
+
+def draw_families(file, panels, figure_class):
+    """Maps after the softmax -> PNG, all on one scale, in multiples of attention that is alike
+    everywhere."""
+    rows = in_rows(panels)
+    columns = max(3, max(map(len, rows)))
+    size = min(2.0, 9 / columns)  # inches; a README shows about 9 side by side
+    shape = size * columns, (0.9 * size + 0.3) * len(rows) + 0.9
+    figure = figure_class(figsize=shape, layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for ax in grid.flat:
+        ax.set(xticks=[], yticks=[], frame_on=False)
+    for row, axes in zip(rows, grid):
+        for ax, (name, panel) in zip(axes, row):
+            M = np.log2(np.maximum(panel["matrix"] * len(panel["matrix"]), 2.0**-9))
+            image = ax.imshow(M, "PuOr", vmin=-3, vmax=3)
+            ax.set_frame_on(True)
+            ax.set_ylabel(name, size=10)
+            ax.set_title("\n".join(textwrap.wrap(panel["axes"]["title"], 17)), size=10)
+    bar = figure.colorbar(image, ax=grid, location="bottom", aspect=40, shrink=0.7, extend="both")
+    bar.set_ticks(range(-3, 4), labels="1/8 1/4 1/2 1 2 4 8".split())
+    bar.set_label("attention of a place (row) to another (column); 1: alike to all")
+    figure.savefig(file, dpi=200)
+
+
 def draw(file, panels, figure_class):
     """A grid of panels -> PNG. A map's colours span the middle 98% of its values but for its
     edges, so that [CLS] and [SEP] do not hide the rest."""
     columns, width, height = 1, 9, 3.6
     if "matrix" in panels[0]:
-        columns, width, height = min(len(panels), 4), 4, 3.4
+        columns, width, height = min(len(panels), 4), 2.9, 2.5
     rows = math.ceil(len(panels) / columns)
     figure = figure_class(figsize=(width * columns, height * rows), layout="constrained")
     for number, panel in enumerate(panels, 1):
@@ -485,7 +513,7 @@ def draw(file, panels, figure_class):
             b = a + len(M)
             image = ax.imshow(M, "cividis_r", extent=(a, b, b, a))  # dark is high, as in P3
             image.set_clim(*np.percentile(M[1:-1, 1:-1].compressed(), (1, 99)))
-            figure.colorbar(image, ax=ax, shrink=0.8)
+            figure.colorbar(image, ax=ax, fraction=0.046)
         else:
             ax.set_prop_cycle(
                 color=4 * COLOURS, linestyle=np.repeat(["-", "--", ":", "-."], len(COLOURS))
@@ -494,7 +522,7 @@ def draw(file, panels, figure_class):
                 ax.plot(x, y, marker=".", label=name)
             ax.grid(alpha=0.3)
             ax.legend(bbox_to_anchor=(1, 1), loc="upper left")
-    figure.savefig(file, dpi=100)
+    figure.savefig(file, dpi=150)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -521,7 +549,8 @@ def write(folder, numbers, pictures):
         if isinstance(panels, str):
             print(f"{file} left out: {panels}")
         elif Figure:
-            draw(folder / file, panels, Figure)
+            how = draw_families if "family" in panels[0] else draw
+            how(folder / file, panels, Figure)
             written.append(file)
     advice = "" if Figure else "; for pictures: pip install matplotlib"
     print(f"wrote {folder}: {', '.join(written)}{advice}")
@@ -553,12 +582,16 @@ def examine(path, cache):
     """What --ckpt and --runs have in common -> model in float64, the mean logits (H, L, L), the one
     map A (L, L), {name: finding}. Raises ValueError, OSError."""
     model = load_pretraining(path)
-    words = dict.fromkeys("true random shuffled auc".split())
-    if position_objective(model):
+    words, mlm = dict.fromkeys("true random shuffled auc".split()), None
+    if position_objective(model) or "mlm" in model.objectives:
         try:
-            words = worth_of_words(model, own_corpus(model, cache))
+            corpus = own_corpus(model, cache)
+            if position_objective(model):
+                words = worth_of_words(model, corpus)
+            if "mlm" in model.objectives:
+                mlm = mlm_loss(model, corpus)
         except (ValueError, OSError) as error:
-            print(f"{path}, what words are worth left out: {error}")
+            print(f"{path}, losses left out: {error}")
     encoder = model.encoder.double()
     chosen = probe_words(encoder)
     logits, A = identical_word_maps(encoder, chosen, model.causal)
@@ -575,6 +608,7 @@ def examine(path, cache):
                 "without_specials": indicators(A[1:-1, 1:-1]),  # rows, columns of [CLS] and [SEP]
             },
             "words": words,
+            "mlm": mlm,
             **hidden_spread(encoder, chosen[:64], model.causal),
         },
     )
@@ -590,6 +624,8 @@ def probe_run(path, cache, out_dir):  # --ckpt
     )
     if run["words"]["true"] is not None:
         print(words_as_text(run["words"]))
+        if run["mlm"] is not None:
+            print(f"mlm, words masked and every position the true one: {run['mlm']:.3f}")
     write(
         out_dir or beside(path, "probe"),
         {"ckpt": str(path), **run, "map": A},
@@ -604,8 +640,8 @@ def beside(path, name):
 
 
 def read_run(folder, name, cache):
-    """-> the mean logits (L, L), [(step, val_loss)], a row for the table and probe.json."""
-    model, logits, _, run = examine(folder, cache)
+    """-> its map as a panel, [(step, val_loss)], a row for the table and probe.json."""
+    model, _, A, run = examine(folder, cache)
     facts, found = model.facts, run["indicators"]
     losses, by_lr, scores = [], defaultdict(list), {}
     for line in intact_rows(folder / "log.jsonl"):
@@ -618,14 +654,15 @@ def read_run(folder, name, cache):
             by_lr[key].append(value)
     for (score, _), values in by_lr.items():  # median over seeds, at the best lr
         scores[score] = max(scores.get(score, -math.inf), float(np.median(values)))
+    val_loss = losses[-1][1] if losses else None
     return (
-        logits.mean(0),
+        family_map(model.encoder, A, val_loss if run["mlm"] is None else run["mlm"]),
         losses,
         {
             "run": name,
             **run,
             "steps": facts["step"],
-            "val_loss": losses[-1][1] if losses else None,
+            "val_loss": val_loss,
             **found["with_specials"],
             "aiv w/o": found["without_specials"]["aiv"],
             **{f"words {kind}": value for kind, value in run["words"].items()},
@@ -704,9 +741,12 @@ def compare_runs(patterns, cache, out_dir):  # --runs
     and losses of all."""
     runs, grid, panels, losses = [], [], [], defaultdict(dict)
     root, found = over_runs(patterns, partial(read_run, cache=cache))
-    for logits, curve, run in found:
+    several = len({run["objective"] for *_, run in found}) > 1
+    for panel, curve, run in found:
         runs.append(run)
-        grid += maps([f"{run['pe']}, {run['objective']}"], [logits])
+        grid.append(panel)
+        if several:
+            panel["axes"]["title"] += f" {run['objective']}"
         if curve:
             losses[run["objective"]][run["run"]] = np.array(curve).T
     print_table(runs)
@@ -733,6 +773,24 @@ def compare_runs(patterns, cache, out_dir):  # --runs
         out_dir or root / "probe",
         {"runs": runs, "correlations": table5},
         {"maps.png": grid, "losses.png": panels or "no run has a log with val_loss"},
+    )
+
+
+def schemes_at_start(names, out_dir):  # --pe
+    """P3's indicators and the maps of schemes before any training: an encoder of the demo's shape,
+    and random words. Raises ValueError."""
+    panels, patterns, table = [], [], []
+    for pe in PE_NAMES if names == "all" else names.split(","):
+        torch.manual_seed(0)
+        encoder = Encoder(EncoderConfig(vocab_size=8192, pe=pe.strip())).requires_grad_(False)
+        words = torch.arange(encoder.config.cls_id)[:: encoder.config.cls_id // 50]
+        logits, A = (m.mean(0) for m in identical_word_maps(encoder.double().eval(), words))
+        panels.append(family_map(encoder, A))
+        patterns += maps([encoder.config.pe], [logits])
+        table.append({"pe": encoder.config.pe, **indicators(A[1:-1, 1:-1])})
+    print_table(table)
+    write(
+        out_dir or "out/schemes", {"schemes": table}, {"maps.png": panels, "logits.png": patterns}
     )
 
 
@@ -859,7 +917,8 @@ def pseudo_log_likelihoods(model, tokens, starts):
         masked = rows.masked_fill(F.pad(masks[chosen], (1, 1)), encoder.config.mask_id)
         at = torch.arange(len(rows), device=rows.device), place + 1
         logits = mlm.word_logits(encoder, encoder(masked)[at])  # (R, V): at the masked places only
-        return -F.cross_entropy(logits, rows[at], reduction="none")
+        losses = F.cross_entropy(logits, rows[at], reduction="none")
+        return -losses.double()  # sums of float32 would not tie
 
     pll = log_p(word >= 0, rest.tril()).view(word.shape)
     split = rest.sum(-1) > 1  # elsewhere both rows are the same
@@ -871,7 +930,8 @@ def log_likelihood(model, tokens):
     """clm: the sum of log p(token | those to its left); tokens (B, L) -> (B,)"""
     hidden = model.encoder(tokens, causal=True)[:, :-2]
     logits = model.objectives["clm"].word_logits(model.encoder, hidden)  # (B, n, V)
-    return -F.cross_entropy(logits.mT, tokens[:, 1:-1], reduction="none").sum(1)
+    losses = F.cross_entropy(logits.mT, tokens[:, 1:-1], reduction="none")
+    return -losses.double().sum(1)
 
 
 def offset_likelihood(model, tokens):
@@ -889,7 +949,7 @@ def offset_likelihood(model, tokens):
     pairs = offset != 0  # (B, n, n): n (n - 1) a row
     label = objective.label(offset, offset)
     losses = objective.measure.loss(objective.head.psi(s[pairs]), label[pairs])
-    return -losses.view(B, (L - 2) * (L - 3)).mean(1).nan_to_num()
+    return -losses.view(B, (L - 2) * (L - 3)).double().mean(1).nan_to_num()
 
 
 @torch.no_grad()
@@ -916,7 +976,7 @@ def sentence_scores(model, sentences):
         same = np.flatnonzero(lengths == n)
         size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm masks n rows a sentence
         batches += np.split(same, range(size, len(same), size))
-    for chosen in tqdm(batches, "minimal pairs", leave=False):
+    for chosen in tqdm(batches, "minimal pairs", leave=False, disable=None):
         rows = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
         scores[:, chosen] = score(model, torch.tensor(rows, device=device)).cpu()
     return dict(zip(names, scores))
@@ -939,6 +999,64 @@ def count_scores(corpus, sentences):
     }
 
 
+def clustered_error(values, clusters):
+    """Standard error of the mean of a Series whose values are alike within a cluster: pairs of one
+    paradigm share a template, so they are no independent trials (Liang & Zeger 1986). NaN for a
+    single cluster."""
+    sums = (values - values.mean()).groupby(clusters).sum()
+    n = len(sums)
+    return float(np.sqrt((sums**2).sum() * n / (n - 1))) / len(values) if n > 1 else math.nan
+
+
+def right_or_wrong(scores, index):
+    """{score: good sentences, then bad (2N,)} -> a table (N, scores): 1 where the good one is
+    likelier, .5 where they tie."""
+    right = pandas.DataFrame(index=index)
+    for name, values in scores.items():
+        gap = np.subtract(*np.split(values, 2))
+        right[name] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
+    return right
+
+
+def shares(right, pairs, reordered):
+    """Which pairs are right, the pairs, and which are two orders of the same tokens (N,) bool
+    -> what probe.json holds of them: shares, their standard errors, ties."""
+    same = right[reordered]
+    paradigms = right.groupby(pairs.paradigm).mean()
+    own = same.groupby(pairs.paradigm).mean()
+    table = right.groupby(pairs.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
+    first = right.columns[0]  # pll, or the one score of the objective
+    phenomena = table[first].to_dict()
+    table.loc["mean"] = paradigms.mean()
+    table.loc["order-only"] = same.mean()
+    errors = {}
+    for score in right:
+        errors[score] = {
+            "mean": clustered_error(paradigms[score], paradigms.index),
+            "order-only": clustered_error(same[score], pairs.paradigm),
+        }
+    ties, same_ties = (right == 0.5).sum().to_dict(), (same == 0.5).sum().to_dict()
+    return {
+        "ties": ties,
+        "order-only ties": same_ties,
+        "scores": table.to_dict(),
+        "errors": errors,
+        "paradigms": paradigms.to_dict(),
+        "blimp": {
+            "mean": table[first]["mean"],
+            "mean_error": errors[first]["mean"],
+            "order_only": table[first]["order-only"],
+            "order_only_error": errors[first]["order-only"],
+            "order_only_pairs": len(same),
+            "order_only_ties": same_ties[first],
+            "ties": ties[first],
+            "phenomena": phenomena,
+            "paradigms": paradigms[first].to_dict(),
+            "order_only_paradigms": own[first].to_dict(),
+        },
+    }
+
+
 def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     """The share of pairs whose good sentence a run finds likelier, a tie being half a one; prints
     and writes it -> what probe.json holds. Raises ValueError, OSError."""
@@ -946,7 +1064,11 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
     if model.objectives:  # a fine-tuned model has none: it is refused below
         model.to(pick_device())
     longest = model.encoder.config.max_len - 2
-    ids = pairs[["good", "bad"]].map(model.encoder.tokenizer.encode_ordinary)
+
+    def encode(text):  # the first word like one inside a sentence, so that orders can be compared
+        return model.encoder.tokenizer.encode_ordinary(" " + text.lstrip())
+
+    ids = pairs[["good", "bad"]].map(encode)
     ids = ids[ids.map(len).max(axis=1) <= longest]
     if ids.empty:
         raise ValueError(f"no pair fits {path}, whose rows hold {longest} tokens of text")
@@ -956,43 +1078,47 @@ def judge_pairs(path, name, pairs, cache, out_dir=None):  # --blimp
         scores |= count_scores(own_corpus(model, cache), sentences)
     except (ValueError, OSError) as error:
         print(f"{path}, what frequency says left out: {error}")
-    right = pandas.DataFrame(index=ids.index)
-    for score, values in scores.items():
-        gap = np.subtract(*np.split(values, 2))
-        right[score] = np.where(abs(gap) <= TIE_NATS, 0.5, gap > 0)
-    reordered = right[ids.good.map(sorted) == ids.bad.map(sorted)]
-    paradigms = right.groupby(pairs.paradigm).mean()
-    table = right.groupby(pairs.phenomenon).mean().reindex(np.unique(pairs.phenomenon))
-    first = right.columns[0]  # pll, or the one score of the objective
-    phenomena = table[first].to_dict()
-    table.loc["mean"] = paradigms.mean()
-    table.loc["order-only"] = reordered.mean()
+    found = shares(
+        right_or_wrong(scores, ids.index),
+        pairs,
+        ids.good.map(sorted) == ids.bad.map(sorted),
+    )
     run = {
         "run": name,
         "pe": model.encoder.config.pe,
         "objective": "+".join(model.names),
-        "pairs": len(right),
-        "too long": len(pairs) - len(right),
-        "order-only": len(reordered),
-        "ties": (right == 0.5).sum().to_dict(),
-        "order-only ties": (reordered == 0.5).sum().to_dict(),
+        "pairs": len(ids),
+        "too long": len(pairs) - len(ids),
+        "order-only": found["blimp"]["order_only_pairs"],
+        **found,
     }
-    for key, value in run.items():
-        print(f"{key}: {value}")
-    run |= {"scores": table.to_dict(), "paradigms": paradigms.to_dict()}
-    run["blimp"] = {
-        "mean": table[first]["mean"],
-        "order_only": table[first]["order-only"],
-        "order_only_pairs": run["order-only"],
-        "ties": run["ties"][first],
-        "pairs": run["pairs"],
-        "left_out": run["too long"],
-        "phenomena": phenomena,
-        "paradigms": run["paradigms"][first],
-    }
-    print_table(table.reset_index(names="phenomenon").to_dict("records"))
+    run["blimp"] |= {"pairs": run["pairs"], "left_out": run["too long"]}
+    print(
+        f"{name}: {run['pe']}, {run['objective']}; {run['pairs']:,} pairs, of which "
+        f"{run['order-only']:,} are two orders of the same tokens (order-only); too long for the "
+        f"rows: {run['too long']:,}"
+    )
+    print_table(pair_table(run))
+    print("share of pairs right, a tie (last row) half a one; +-: standard error over paradigms")
     write(out_dir or beside(path, "blimp"), run, {"phenomena.png": phenomena_of([run])})
     return run
+
+
+def pair_table(run):
+    """-> rows for print_table: phenomena, mean, order-only and ties of every score."""
+    rows = []
+    for name in next(iter(run["scores"].values())):
+        row = {"phenomenon": name}
+        for score, values in run["scores"].items():
+            row[score] = with_error(values[name], run["errors"][score].get(name))
+        rows.append(row)
+    return [*rows, {"phenomenon": "ties", **run["ties"]}]
+
+
+def with_error(share, error):
+    if error is None or math.isnan(error):
+        return share
+    return f"{share:.4f} +- {error:.4f}"
 
 
 def phenomena_of(runs):
@@ -1016,202 +1142,91 @@ def compare_pairs(patterns, pairs, cache, out_dir):  # --blimp with --runs
 
 
 # --------------------------------------------------------------------------------------------------
-# A try
+# Rows longer than any that was trained on
 
 
-def row(encoder, *texts):
-    """-> [CLS] text [SEP] .. as (1, L). A [MASK] takes its leading space with it, as in training.
-    Raises ValueError when the row is longer than the model's."""
-    cfg = encoder.config
-    ids = [cfg.cls_id]
-    for text in texts:
-        text = text.replace(" [MASK]", "[MASK]")
-        ids += encoder.tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
-        ids.append(cfg.sep_id)
-    if not 4 <= len(ids) <= cfg.max_len:
-        raise ValueError(
-            f"the text has {len(ids) - 2} tokens; between 2 and {cfg.max_len - 2} fit this model"
+def one_text(corpus, mlm, longest):
+    """The text that rows of every length are cut from: stretches of the longest from all over the
+    validation stream, masked once, as in training -> tokens as seen (N,), as they were (N,), where
+    masked (N,) bool."""
+    rows = validation_rows(corpus, max(1, LENGTH_TOKENS // longest), longest)
+    text = rows[:, 1:-1].reshape(1, -1)
+    batch = new_batch(text, corpus.vocab_size)
+    mlm.corrupt(batch, stream("cpu", "lengths"))
+    return batch["tokens"][0], text[0], batch["mlm_masked"][0]
+
+
+@torch.no_grad()
+def losses_by_place(model, corpus, length, longest):
+    """mlm's losses, in nats, at the masked places of a text that is cut into rows of one length;
+    with every length the same words are masked -> places in the row (N,), losses (N,). Raises
+    ValueError where the scheme's table ends before."""
+    encoder, mlm, n = model.encoder, model.objectives["mlm"], length - 2
+    cfg, device = encoder.config, encoder.tok.weight.device
+    text = one_text(corpus, mlm, longest)
+    if len(text[0]) < n:
+        raise ValueError(f"the validation text has no row of {length} tokens")
+    tokens, original, masked = (x[: len(x) // n * n].view(-1, n).to(device) for x in text)
+    tokens = F.pad(tokens, (1, 1), value=cfg.sep_id)
+    tokens[:, 0] = cfg.cls_id  # (R, L): [CLS] x_1 .. x_n [SEP]
+    size, losses = max(1, BATCH_TOKENS // length), []
+    for rows, words, at in zip(tokens.split(size), original.split(size), masked.split(size)):
+        try:
+            hidden = encoder(rows)[:, 1:-1][at]  # (N, C)
+        except ValueError:  # see model.table_index
+            raise ValueError(
+                f"--lengths {length}: pe {cfg.pe} has a table that ends at place {cfg.max_len}; it "
+                "can be given fresh rows and some more steps: python train.py --init_from RUN "
+                f"--block_size {length}"
+            ) from None
+        losses.append(
+            F.cross_entropy(mlm.word_logits(encoder, hidden), words[at], reduction="none").double()
         )
-    return torch.tensor([ids])
+    return masked.nonzero()[:, 1].cpu().numpy() + 1, torch.cat(losses).cpu().numpy()
 
 
-def fill_masks(encoder, mlm, text):
-    """For each [MASK] the five likeliest words -> (word, probability), .."""
-    tokens = row(encoder, text)
-    hidden = encoder(tokens)[tokens == encoder.config.mask_id]  # (n, C)
-    logits = mlm.word_logits(encoder, hidden)[:, : encoder.config.cls_id]  # not a special
-    p, best = logits.softmax(-1).topk(5)
-    for ids, q in zip(best[..., None].tolist(), p.tolist()):
-        yield zip(encoder.tokenizer.decode_batch(ids), q)
-
-
-def go_on(encoder, clm, text):
-    """The likeliest next token, NEXT_TOKENS times or until the row is full -> text."""
-    tokens = row(encoder, text)[:, :-1]
-    n_given = tokens.size(1)
-    for _ in range(min(NEXT_TOKENS, encoder.config.max_len - n_given)):
-        last = encoder(tokens, causal=True)[:, -1:]  # (1, 1, C)
-        logits = clm.word_logits(encoder, last)[..., : encoder.config.cls_id]
-        tokens = torch.cat((tokens, logits.argmax(-1)), 1)
-    return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
-
-
-def shuffled(encoder, objective, text, seed):
-    """Shuffle (or hide) positions of a sentence, as in training -> its n words, batch, hidden
-    (1, L, C)."""
-    tokens = row(encoder, text)
-    objective.check(tokens.size(1))
-    batch = new_batch(tokens, encoder.config.vocab_size)
-    true = batch["pos"] = torch.arange(tokens.size(1))
-    while (batch["pos"] == true).all():  # of a short text all may stay where they are
-        objective.corrupt(batch, stream("cpu", seed, "probe"))
-        seed += 1
-    words = encoder.tokenizer.decode_batch(tokens[0, 1:-1, None].tolist())
-    return words, batch, encoder(tokens, batch["pos"])
-
-
-def offset_scores(objective, encoder, hidden, batch):
-    """How likely every offset of all pairs of inner places is, in nats -> (B, n, n, 2L - 1). Of
-    smooth_l1, which predicts one number: minus the distance from it."""
-    logits = objective.head.psi(objective.head.scores(encoder, hidden, batch)).float()
-    if objective.cfg.pair_loss == "smooth_l1":
-        L = objective.L
-        return -(torch.arange(1 - L, L) - L * logits).abs()
-    return logits.log_softmax(-1)
-
-
-def best_order(scores, given):
-    """Where n words are given (n,), and scores (n, n, 2L - 1) of their offsets -> where they should
-    stand: two are exchanged, whichever makes all offsets likeliest, until no exchange helps.
-
-    It starts from the given places and from the words sorted by their mean offsets; the likelier
-    end counts. The given order is no answer: most pairs did not move, but something did.
-    """
-    n, L = len(given), scores.size(-1) // 2 + 1
-    offset = scores.softmax(-1) @ torch.arange(1.0 - L, L)
-    rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()  # right of others: late
-    word, ends = torch.arange(n), []
-    both = (scores + scores.transpose(0, 1).flip(-1)).double()  # a pair's two offsets together
-    both[word, word] = 0
-    for pos in (given, given.sort().values[rank]):
-        while True:
-            r = pos - pos[:, None] + L - 1  # (n, n)
-            now, turned = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
-            # gain[i, j]: of word i's pairs, if it stood where j stands; j has no other place yet.
-            gain = both[:, word, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
-            gain = gain + gain.T + now + turned  # both move: their own pair's offset turns
-            moved = (pos != given).nonzero()[:, 0]
-            gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
-            if len(moved) == 2:  # to exchange them again would lead back
-                gain[moved, moved.flip(0)] = -math.inf
-            i, j = divmod(int(gain.argmax()), n)
-            if i == j:
-                break
-            pos = pos.clone()
-            pos[[i, j]] = pos[[j, i]]
-        ends.append((float(now.sum()), pos))
-    return max(ends, key=lambda end: end[0])[1]
-
-
-def put_in_order(encoder, objective, text, seed=0):
-    """Shuffle a sentence and put it in order by the offsets that the model predicts -> its words,
-    in which order they were given, and into which the model puts them: two permutations (n,)."""
-    words, batch, hidden = shuffled(encoder, objective, text, seed)
-    pos = batch["pos"][0, 1:-1].clone()
-    unknown = pos == UNKNOWN_POS  # pmlm: these may stand in any place that is free
-    free = unknown.nonzero()[:, 0] + 1  # the places of the words that are hidden
-    pos[unknown] = free[torch.randperm(len(free), generator=stream("cpu", seed, "shown"))]
-    scores = offset_scores(objective, encoder, hidden, batch)[0]
-    return words, pos.argsort(), best_order(scores, pos).argsort()
-
-
-def pairs_right(order):
-    """Share of pairs that a permutation leaves in order: 1 for the identity, .5 by chance, 0
-    reversed."""
-    first, second = torch.combinations(order).T
-    return float((first < second).float().mean())
-
-
-def who_moved(encoder, objective, text):
-    """pplm_binary: print how far the model believes the place of each word of a shuffled sentence,
-    and the AUC of this."""
-    words, batch, hidden = shuffled(encoder, objective, text, 0)
-    if len(words) < 4:
-        raise ValueError(
-            f"the text has {len(words)} tokens; take at least 4, so that some move and some stay"
-        )
-    [(share, stayed, area)] = believed(objective, encoder, hidden, batch)
-    for word, p, stays in zip(words, share, stayed):
-        print(f"{p:.2f} {'stayed' if stays else 'moved '} {word!r}")
-    print(
-        "the number: how much of a word's offsets the model believes; AUC "
-        f"{area:.2f} (1: told apart, .5: chance)"
-    )
-
-
-def what_context_gives(model, texts):
-    """Mean cosines of tc's g = h - e, within the texts and across -> {name: float}."""
-    encoder, g = model.encoder, []
-    for text in texts:
-        tokens = row(encoder, text)
-        batch = new_batch(tokens, encoder.config.vocab_size)
-        hidden = encoder(tokens, causal=model.causal)
-        e = model.objectives["tc"].embedding(encoder, batch)
-        g.append((hidden - e)[0, 1:-1])  # (n, C)
-    g = torch.nn.utils.rnn.pad_sequence(g, True)  # (2, n, C), with zeros
-    return context_cosines(g, g.any(-1))
-
-
-def try_text(path, text):  # --text
-    """Print what the run's objective has to say about a text. Raises ValueError where it has
-    nothing."""
+def score_lengths(path, name, lengths, cache, out_dir=None):  # --lengths
+    """mlm's loss on rows of these lengths, in all and by distance from the start; prints and writes
+    it -> what probe.json holds. Raises ValueError, OSError."""
     model = load_pretraining(path)
-    encoder, heads = model.encoder, model.objectives
-    position = position_objective(model)
-    print(f"{path}: {encoder.config.pe}, {'+'.join(model.names)}")
-    parts = [part.rstrip() for part in text.split("|||", 1)]
-    is_plain = "[MASK]" not in text and "|||" not in text
-    if not heads:
-        raise ValueError(f"{path} is fine-tuned, without heads to try: take its run's ckpt.pt")
-    if "[MASK]" in text and "mlm" in heads:
-        for answers in fill_masks(encoder, heads["mlm"], text):
-            print("[MASK]:", ", ".join(f"{word!r} {p:.2f}" for word, p in answers))
-    elif "|||" in text and "nsp" in heads:
-        hidden = encoder(row(encoder, *parts))
-        p = heads["nsp"].answer(hidden).softmax(-1)[0, 0]
-        print(f"the second part follows the first: probability {p:.3f}")
-    elif "|||" in text and "tc" in heads:
-        found = what_context_gives(model, parts)
-        print(
-            "mean cosine of what context gives to tokens: "
-            f"{found['intra-context']:.3f} within the texts, {found['inter-context']:.3f} across"
-        )
-    elif is_plain and "pplm_binary" in heads:
-        who_moved(encoder, position, text)
-    elif is_plain and position:
-        # 100 apart: a seed that moves nothing goes on to the next ones.
-        seeds = range(0, 100 * SHUFFLES, 100)
-        tries = [put_in_order(encoder, position, text, seed) for seed in seeds]
-        words, given, found = tries[0]
+    if "mlm" not in model.objectives:
+        raise ValueError(f"--lengths scores mlm; {path} is {'+'.join(model.names)}")
+    corpus, cfg = own_corpus(model, cache), model.encoder.config
+    model.to(pick_device())
+    width = 32 if max(lengths) <= 256 else 64
+    losses, curves, table = {}, {}, []
+    for length in lengths:
+        places, found = losses_by_place(model, corpus, length, max(lengths))
+        losses[str(length)] = found.mean()
+        curves[str(length)] = pandas.Series(found).groupby(places // width * width).mean()
+        table.append({"rows of": length, "all places": found.mean()})
+        for start in range(0, max(lengths), width):
+            table[-1][f"{start}-{start + width - 1}"] = curves[str(length)].get(start)
+    print(f"{name}: {cfg.pe}, trained on rows of {cfg.max_len}; mlm's loss, by place in the row")
+    print_table(table)
+    run = {"run": name, "pe": cfg.pe, "max_len": cfg.max_len, "lengths": losses}
+    run["lengths_by_place"] = {length: curve.to_dict() for length, curve in curves.items()}
+    drawn = {f"rows of {x}": (curve.index + width / 2, curve) for x, curve in curves.items()}
+    title = f"{cfg.pe}, trained on rows of {cfg.max_len}"
+    pictures = {"lengths.png": lines(title, "place in the row", "mlm loss", drawn)}
+    write(out_dir or beside(path, "lengths"), run, pictures)
+    return run
 
-        def text_in(order):
-            return "|".join(words[i] for i in order)
 
-        true = "|".join(words)
-        print(f"given:  {text_in(given)}\nmodel:  {text_in(found)}\ntrue:   {true}")
-        exact = sum(text_in(order) == true for _, _, order in tries)
-        print(
-            f"pairs in the right order: {pairs_right(given):.0%} as given, "
-            f"{pairs_right(found):.0%} as the model puts them\n"
-            f"of {SHUFFLES} shuffles of this text it undoes {exact}"
-        )
-    elif is_plain and "clm" in heads:
-        print(f"{text} -> {go_on(encoder, heads['clm'], text)!r}")
-    else:
-        raise ValueError(
-            f"objective {'+'.join(model.names)}: write [MASK] for mlm, 'one ||| "
-            "another' for nsp and tc, a plain text for clm and positions; nothing else can be tried"
-        )
+def compare_lengths(patterns, lengths, cache, out_dir):  # --lengths with --runs
+    root, runs = over_runs(patterns, partial(score_lengths, lengths=lengths, cache=cache))
+    print_table([{"run": run["run"], "pe": run["pe"], **run["lengths"]} for run in runs])
+    curves = {run["run"]: (lengths, list(run["lengths"].values())) for run in runs}
+    panels = lines("longer rows", "tokens in a row", "mlm loss", curves)
+    write(out_dir or root / "lengths", {"runs": runs}, {"lengths.png": panels})
+
+
+def whole_numbers(text):
+    """'64,128' -> [64, 128]. Raises ValueError."""
+    numbers = [int(x) for x in text.split(",") if x.strip().isdigit()]
+    if len(numbers) < 1 + text.count(",") or min(numbers) < 4:
+        raise ValueError(f"--lengths {text}: take lengths of 4 and more, such as 64,128,256")
+    return sorted(set(numbers))
 
 
 def parse_args(argv=None):
@@ -1220,15 +1235,12 @@ def parse_args(argv=None):
     parser.add_argument("--runs", nargs="+", metavar="GLOB", help="compare run folders")
     parser.add_settings("what is probed", ProbeConfig)
     args = parser.parse_args(argv, ProbeConfig())
-    many = args.runs or args.dynamics
-    if args.ckpt and many or args.runs and args.dynamics:
-        parser.error("take one of --ckpt, --runs and --dynamics")
-    if many and args.text or args.pairs and not args.dynamics:
-        parser.error("--text is for --ckpt, --pairs is for --dynamics")
-    if args.blimp and (args.text or args.dynamics):
-        parser.error("--blimp is for --ckpt and --runs, without --text")
-    if args.text and (args.out_dir or args.cache):
-        parser.error("--text writes nothing and reads no data: --out_dir, --cache are for others")
+    if sum(map(bool, (args.ckpt, args.runs, args.dynamics, args.pe))) > 1:
+        parser.error("take one of --ckpt, --runs, --dynamics and --pe")
+    if args.pairs and not args.dynamics:
+        parser.error("--pairs is for --dynamics")
+    if sum(map(bool, (args.blimp, args.lengths, args.dynamics, args.pe))) > 1:
+        parser.error("take one of --blimp, --lengths, --dynamics and --pe")
     return args
 
 
@@ -1236,20 +1248,24 @@ def main(argv=None):
     args = parse_args(argv)
     keep_memory()
     with one_line_errors():
+        if args.pe:
+            return schemes_at_start(args.pe.lower(), args.out_dir)
         what = args.runs or args.dynamics or args.ckpt or newest_run()
         where = args.cache, args.out_dir
         if args.blimp and args.runs:
             compare_pairs(what, read_pairs(args.blimp), *where)
         elif args.blimp:
             judge_pairs(what, Path(what).name, read_pairs(args.blimp), *where)
+        elif args.lengths and args.runs:
+            compare_lengths(what, whole_numbers(args.lengths), *where)
+        elif args.lengths:
+            score_lengths(what, Path(what).name, whole_numbers(args.lengths), *where)
         elif args.runs:
             compare_runs(what, *where)
         elif args.dynamics:
             dynamics(what, args.pairs, *where)
-        elif args.text is None:
-            probe_run(what, *where)
         else:
-            try_text(what, args.text)
+            probe_run(what, *where)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas
 import pytest
 import tiktoken
 import torch
@@ -59,6 +60,7 @@ import model as model_module
 import naive
 import objectives
 import probe
+import sample
 import train
 from model import PE_NAMES, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load, parse_pe
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, stream
@@ -3999,7 +4001,7 @@ def balance(A, reach):
     return sum(A[i, j] for i, j in near if i > j) / sum(A[i, j] for i, j in near if i < j)
 
 
-@pytest.mark.parametrize("L, first", [(2, None), (5, None), (9, 4), (13, None), (26, 20)])
+@pytest.mark.parametrize("L, first", [(2, None), (9, 4), (26, 20)])
 def test_indicators_equal_loops(L, first):
     rng = np.random.default_rng(L)
     for A in (rng.random((L, L)), rng.integers(1, 4, (L, L)).astype(float)):  # many ties
@@ -4118,6 +4120,73 @@ def test_every_scheme_has_its_pictures(pe):
         W, p = encoder.blocks[0].qkv.weight.numpy(), vectors["absolute"].numpy()
         expected = [p @ W[h : h + 8].T @ W[16 + h : 24 + h] @ p.T / math.sqrt(8) for h in (0, 8)]
         alike(matrices(found["position_logits.png"]), expected)
+
+
+def test_families_of_schemes():
+    """From what a scheme does, not from its name."""
+    found = {name: probe.FAMILIES[probe.family(tiny(name))].split()[0] for name in PE_NAMES}
+    expected = {"none": "no"} | dict.fromkeys(["abs", "bert_a", "sin", "lsin"], "at")
+    offsets = "rel rel_k rsin rlsin t5 t5_untie_cls rope alibi".split()
+    expected |= dict.fromkeys(offsets, "by")
+    for name in PE_NAMES:
+        apart = name.startswith("tupe") or name == "bert_ad"
+        assert found[name] == expected.get(name, "words" if apart else "both"), name
+
+
+class Shown:
+    """Stands for matplotlib's Figure; .last is the one that was drawn."""
+
+    def __new__(cls, **settings):
+        from matplotlib.figure import Figure
+
+        cls.last = Figure(**settings)
+        return cls.last
+
+
+def lies_within(figure):
+    """Everything that is drawn lies within the picture."""
+    inches = figure.get_tightbbox().extents
+    return (inches >= -0.01).all() and (inches[2:] <= figure.get_size_inches() + 0.01).all()
+
+
+def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = []
+    for i, pe in enumerate(["tupe_r_tie_cls", "t5", "none", "abs", *["rope"] * 8]):
+        A = np.random.default_rng(i).random((12, 12)) ** (1 + 10 * i)
+        panels.append(probe.family_map(tiny(pe), A / A.sum(1, keepdims=True), 4.654321))
+    rows = probe.in_rows(panels)
+    assert sorted(id(panel) for row in rows for _, panel in row) == sorted(map(id, panels))
+    families = [panel["family"] for row in rows for _, panel in row]
+    assert families == sorted(families) and max(map(len, rows)) == probe.ACROSS
+    assert [name.split()[:1] for name, _ in rows[0]] == [["no"], ["at"]]
+    probe.draw_families(tmp_path / "a.png", panels, Shown)
+    images = [ax.images[0] for ax in Shown.last.axes if ax.images]
+    assert len(images) == 12 and {image.get_clim() for image in images} == {(-3, 3)}
+    uniform = probe.family_map(tiny("none"), np.full((12, 12), 1 / 12))
+    probe.draw_families(tmp_path / "a.png", [uniform], Shown)
+    alike(Shown.last.axes[0].images[0].get_array(), np.zeros((12, 12)), 1e-12)
+    assert "t5  4.65" in [panel["axes"]["title"] for panel in panels] and lies_within(Shown.last)
+
+
+@pytest.mark.parametrize("n", [1, 4, pytest.param(6, marks=pytest.mark.slow)])
+def test_titles_of_maps_are_whole(n, tmp_path):
+    pytest.importorskip("matplotlib")
+    panels = probe.maps([f"head {i + 1}" for i in range(n)], np.random.rand(n, 64, 64))
+    probe.draw(tmp_path / "a.png", panels, Shown)
+    assert lies_within(Shown.last)
+
+
+def test_schemes_at_their_start(tmp_path, said, capsys, undrawn):
+    found = probe_json(tmp_path, "--pe", "none,alibi")
+    none, alibi = found["pictures"]["maps.png"]
+    for panel in (none, alibi):  # after the softmax
+        alike(np.sum(panel["matrix"], 1), np.ones(64), 1e-4)
+    assert [row["pe"] for row in found["schemes"]] == ["none", "alibi"]
+    assert found["schemes"][1]["opr"] == 0 and "| alibi" in said()
+    assert pictures_in(tmp_path) == {"maps", "logits"}
+    assert "unknown pe 'foo'" in one_line(capsys, probe.main, ["--pe", "foo"])
+    assert "take one of" in one_line(capsys, probe.main, ["--pe", "t5", "--ckpt", "run"])
 
 
 class Kerple(model_module.T5Bias):
@@ -4268,6 +4337,21 @@ def test_the_worth_of_words_by_batches():
     assert probe.worth_of_words(model, corpus)["true"] == pytest.approx(logged, abs=1e-6)
 
 
+@torch.no_grad()
+def test_mlm_on_true_positions(probed, corpus):
+    """With mlm alone the loss in the log; beside a position objective that of the same masked rows
+    with positions in order, by hand."""
+    plain = torch.autocast("cpu", enabled=False)
+    model, rows = pretraining("mlm"), Rows(33)
+    logged = train.evaluate(model, rows, plain, torch.device("cpu"))
+    assert probe.mlm_loss(model, rows) == pytest.approx(logged["val_loss"], abs=1e-6)
+    both = pretraining("mlm+pplm")
+    both.load_state_dict(model.state_dict(), strict=False)
+    assert probe.mlm_loss(both.train(), rows) == pytest.approx(logged["val_loss"], abs=1e-6)
+    moved = train.evaluate(both, rows, plain, torch.device("cpu"))["val_mlm"]
+    assert abs(moved - logged["val_loss"]) > 1e-4
+
+
 def test_words_that_cannot_matter_are_worth_nothing():
     model = pretraining("pplm")
     torch.nn.init.zeros_(model.encoder.tok.weight)
@@ -4316,7 +4400,7 @@ def test_offset_scores():
             else:
                 last.bias.fill_(-50.0)[[7 + 2, 7 + 4]] = 0.0
             batch, hidden = {"pos": torch.arange(8)[None]}, torch.randn(1, 8, 16).double()
-            found = probe.offset_scores(pplm, model.encoder, hidden, batch)
+            found = sample.offset_scores(pplm, model.encoder, hidden, batch)
         assert found.shape == (1, 6, 6, 15)
         expected = [-abs(r - 3) if cfg else -math.log(2) for r in (2, 4)]
         torch.testing.assert_close(found[0, 1, 5, [7 + 2, 7 + 4]], torch.tensor(expected).float())
@@ -4345,7 +4429,7 @@ def test_best_order_tries_every_exchange():
 
     for _ in range(8):
         given = (torch.randperm(5, generator=generator) + 1).tolist()
-        found = probe.best_order(scores, torch.tensor(given)).tolist()
+        found = sample.best_order(scores, torch.tensor(given)).tolist()
         assert total(found) >= total(climb(given, given)) and found != given
         assert climb(found, given) == found
 
@@ -4360,6 +4444,13 @@ def probe_json(folder, *flags):
 
 def pictures_in(folder):
     return {file.stem for file in folder.glob("*.png")}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures are empty files: what is in them, and how they are drawn, has tests of its own."""
+    for name in ("draw", "draw_families"):
+        monkeypatch.setattr(probe, name, lambda file, panels, figure_class: file.touch())
 
 
 @pytest.fixture(scope="module")
@@ -4382,6 +4473,7 @@ def probed(corpus_file, cache, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_probe_of_a_run(probed, said, monkeypatch):
     probe.main(["--ckpt", str(probed / "lsin")])
     out, folder = said(), probed / "lsin" / "probe"
@@ -4414,19 +4506,21 @@ def test_probe_of_a_run(probed, said, monkeypatch):
     assert [file.name for file in folder.iterdir()] == ["probe.json"]
 
 
-def test_probe_of_a_run_with_a_position_objective(probed, said, tmp_path):
-    found = probe_json(tmp_path, "--ckpt", probed / "binary")["words"]
+def test_probe_of_a_run_with_a_position_objective(probed, said, tmp_path, undrawn):
+    found = probe_json(tmp_path, "--ckpt", probed / "binary")
+    out, mlm, found = said(), found["mlm"], found["words"]
     assert list(found) == ["true", "random", "shuffled", "auc"]
-    assert "moved tokens told from the others: AUC" in said()
+    assert "moved tokens told from the others: AUC" in out
+    assert f"every position the true one: {mlm:.3f}" in out
     logged = log_of(probed / "binary")[-1]["val_pplm_binary"]
     assert found["true"] == pytest.approx(logged, abs=1e-4)
-    found = probe_json(tmp_path, "--ckpt", probed / "pmlm", "--cache", "nowhere")["words"]
-    assert set(found.values()) == {None}
+    found = probe_json(tmp_path, "--ckpt", probed / "pmlm", "--cache", "nowhere")
+    assert set(found["words"].values()) == {found["mlm"]} == {None}
     assert "is not prepared in nowhere; --cache names" in said()
 
 
-def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
-    """Indicators and pictures need an encoder; --text needs the heads of pre-training."""
+def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path, undrawn):
+    """Indicators and pictures need an encoder; sample.py needs the heads of pre-training."""
     saved, file = weights(probed / "lsin"), tmp_path / "finetuned-cola.pt"
     model = {key: value for key, value in saved["model"].items() if key.startswith("encoder.")}
     model["head.1.weight"] = torch.zeros(2, 16)
@@ -4443,13 +4537,15 @@ def test_a_fine_tuned_model_is_probed(probed, capsys, tmp_path):
     probe.main(["--ckpt", str(file)])
     found = read(tmp_path / "probe_finetuned-cola" / "probe.json")
     expected = probe_json(tmp_path / "run", "--ckpt", probed / "lsin")
-    assert found == {**expected, "ckpt": str(file), "objective": "finetuned-cola"}
+    own = {"ckpt": str(file), "objective": "finetuned-cola", "mlm": None}
+    assert found == {**expected, **own} and expected["mlm"] > 0
     capsys.readouterr()
     flags = ["--ckpt", str(file), "--text", "the [MASK] fox"]
-    assert "take its run's ckpt.pt" in one_line(capsys, probe.main, flags)
+    assert "take its run's ckpt.pt" in one_line(capsys, sample.main, flags)
 
 
-def test_probe_of_runs(probed, said):
+@pytest.mark.slow
+def test_probe_of_runs(probed, said, undrawn):
     for i, name in enumerate(("abs", "none", "lsin", "tupe")):
         rows = []
         for lr, seed in ((0.1, 0), (0.2, 0), (0.2, 1), (0.2, 7)):
@@ -4484,12 +4580,19 @@ def test_probe_of_runs(probed, said):
     probe_json(probed / "two", "--runs", probed / "abs", probed / "no*")
     assert "no correlations" in said()
     (probed / "none" / "results.jsonl").unlink()
+
+
+def test_correlations_are_pearsons_without_none():
+    """Over the runs where a number is finite; NaN where it is the same in all."""
     for x, unknown in (([1.0, 1, 1], True), ([1.0, math.inf, 2], True), ([3.0, 1, 2], False)):
         rows = [{"pe": "abs", "objective": "mlm", "scores": {"s": i}, "x": x[i]} for i in range(3)]
-        assert math.isnan(probe.correlations(rows, ["x"])[0]["x"]) == unknown
+        rows.append({"pe": "none", "objective": "mlm", "scores": {"s": 9}, "x": -9.0})
+        [found] = probe.correlations(rows, ["x"])
+        assert found["runs"] == 3 and math.isnan(found["x"]) == unknown
+    assert found["x"] == pytest.approx(np.corrcoef([0, 1, 2], x)[0, 1])
 
 
-def test_damaged_files_are_left_out(probed, said, tmp_path):
+def test_damaged_files_are_left_out(probed, said, tmp_path, undrawn):
     """A crash, a full disk, another program: what can be read still counts."""
     good = {"task": "docs", "ckpt": "out/run", "lr": 0.1, "metrics": {"accuracy": 0.5}}
     for name in ("lines", "config", "rows", "checkpoint"):
@@ -4695,7 +4798,8 @@ def test_trial_of_a_papers_table(corpus_file, tmp_path):
     assert "cola matthews" in done.stdout.rpartition("p0-table-1")[2]
 
 
-def test_dynamics_of_a_run(probed, corpus, said, tmp_path):
+@pytest.mark.slow
+def test_dynamics_of_a_run(probed, corpus, said, tmp_path, undrawn):
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("quick\tfox\t7.5\nlazy\tzebra\t1\n")
     folder = probed / "abs" / "dynamics"
@@ -4732,7 +4836,7 @@ def test_text_that_clm_goes_on_with(probed):
     while len(tokens) < 16:
         hidden = encoder(torch.tensor([tokens]), causal=True)[0, -1]
         tokens.append(int(clm.word_logits(encoder, hidden)[: encoder.config.cls_id].argmax()))
-    found = probe.go_on(encoder, clm, "the quick brown fox")
+    found = sample.go_on(encoder, clm, "the quick brown fox")
     assert found == encoder.tokenizer.decode(tokens[1 + len(ids) :])
 
 
@@ -4746,7 +4850,7 @@ def test_two_texts(probed, said):
     batch = {"nsp_label": torch.tensor([0]), "nsp_weight": torch.tensor([1.0])}
     hidden = model.encoder(torch.tensor([[cfg.cls_id, *ids, cfg.sep_id]]))
     loss, _ = model.objectives["nsp"].loss(model.encoder, hidden, batch)
-    probe.main(["--ckpt", str(probed / "nsp"), "--text", text])
+    sample.main(["--ckpt", str(probed / "nsp"), "--text", text])
     assert f"probability {math.exp(-loss.item()):.3f}" in said()
     model, g = probe.load_pretraining(probed / "tc"), []
     for part in ("the quick fox", " over a lazy dog"):
@@ -4754,9 +4858,8 @@ def test_two_texts(probed, said):
         g.append(list((model.encoder(tokens) - model.encoder.tok(tokens))[0, 1:-1]))
     within = [np.mean([cosine(a, b) for b in rows if b is not a]) for rows in g for a in rows]
     across = [np.mean([cosine(a, b) for b in g[1 - i]]) for i in (0, 1) for a in g[i]]
-    found = probe.what_context_gives(model, ["the quick fox", " over a lazy dog"])
-    assert found["intra-context"] == pytest.approx(np.mean(within), abs=1e-5)
-    assert found["inter-context"] == pytest.approx(np.mean(across), abs=1e-5)
+    found = sample.what_context_gives(model, ["the quick fox", " over a lazy dog"])
+    assert found == pytest.approx((np.mean(within), np.mean(across)), abs=1e-5)
 
 
 def test_hidden_spread_equals_a_loop():
@@ -4776,79 +4879,150 @@ def test_hidden_spread_equals_a_loop():
     assert found["std words"] < 1e-12 < found["std places"]
 
 
-def test_who_moved_with_a_perfect_model(probed, said):
+def test_who_moved_with_a_perfect_model(probed):
     model = probe.load_pretraining(probed / "binary")
     encoder, objective = model.encoder, model.objectives["pplm_binary"]
     knows_offsets(objective)
-    probe.who_moved(encoder, objective, "the quick brown fox jumps over a dog")
-    *words, last = said().splitlines()
-    assert "AUC 1.00" in last and {line.split()[1] for line in words} == {"moved", "stayed"}
-    text = "".join(line.split(maxsplit=2)[2].strip("'") for line in words)
-    assert text == "the quick brown fox jumps over a dog"
-    assert all((float(line[:4]) > 0) == (line.split()[1] == "stayed") for line in words)
+    text = "the quick brown fox jumps over a dog"
+    words, share, stayed, area = sample.who_moved(encoder, objective, text)
+    assert "".join(words) == " " + text and area == 1 and set(stayed.tolist()) == {True, False}
+    assert torch.equal(share > 0.1, stayed)
     encode = encoder.tokenizer.encode_ordinary
     short = next(text for n in range(2, 12) if len(encode(text := " dog" * n)) == 5)
-    probe.who_moved(encoder, objective, short)
-    assert "moved" in said(), "the first shuffle moves none of 5"
+    *_, stayed, _ = sample.who_moved(encoder, objective, short)
+    assert not stayed.all(), "the first shuffle moves none of 5"
 
 
 def test_put_in_order_with_a_perfect_model(probed):
     """A model that knows every offset puts the sentence back; one that copies makes one exchange,
     as it must."""
-    assert abs(probe.pairs_right(torch.tensor([1, 0, 2])) - 2 / 3) < 1e-6
+    assert abs(sample.pairs_right(torch.tensor([1, 0, 2])) - 2 / 3) < 1e-6
     model = probe.load_pretraining(probed / "binary")
     text = "the quick brown fox jumps over a lazy dog"
     for name, true in (("pplm", True), ("pplm", False), ("pmlm", True)):
         objective = objectives.OBJECTIVES[name](model.encoder, ObjectiveConfig(name))
         knows_offsets(objective, true)
-        words, given, found = probe.put_in_order(model.encoder, objective, text)
-        assert "".join(words) == text and probe.pairs_right(given) < 1
+        words, given, found = sample.put_in_order(model.encoder, objective, text)
+        assert "".join(words) == " " + text and sample.pairs_right(given) < 1
         assert sorted(given.tolist()) == sorted(found.tolist()) == list(range(len(words)))
-        assert probe.pairs_right(found) == 1 if true else (found != given).sum() == 2
+        assert sample.pairs_right(found) == 1 if true else (found != given).sum() == 2
         if name == "pmlm":  # what was hidden stands anywhere, not in front
-            _, batch, _ = probe.shuffled(model.encoder, objective, text, 0)
+            _, batch, _ = sample.shuffled(model.encoder, objective, text, 0)
             hidden = (batch["pos"][0, 1:-1] == UNKNOWN_POS).nonzero()[:, 0]
             assert set(given[: len(hidden)].tolist()) != set(hidden.tolist())
 
 
-def test_probe_text(probed, said):
+def test_every_objective_says_something_of_a_text(probed, said, monkeypatch):
+    monkeypatch.setattr(sample, "SHUFFLES", 3)
     for ckpt, text, says in (
         ("abs", "the [MASK] fox [MASK]", "[MASK]: "),
-        ("nsp", "the [MASK] fox", "[MASK]: "),
-        ("smooth", "the quick brown fox", "pairs in the right order"),
-        ("smooth", "[SEP][CLS]", "|]|"),  # typed, these are letters like others
-        ("pmlm", "the quick brown fox", "given:"),
-        ("binary", "the quick brown fox jumps", "AUC"),
-        ("clm", "the quick", "the quick -> "),
-        ("nsp", "the quick ||| brown fox", "probability 0."),
-        ("tc", "the quick ||| brown fox", "across"),
+        ("smooth", "the quick brown fox", "pairs of words in the right order"),
+        ("smooth", "[SEP][CLS]", "the text:  [SEP][CLS]"),  # typed, these are letters like others
+        ("pmlm", "the quick brown fox", "of 3 shuffles of this text it undoes"),
+        ("binary", "the quick brown fox jumps", "told apart: AUC"),
+        ("clm", "the quick", "the quick .."),
+        ("tc", "the quick ||| brown fox", "across the two"),
     ):
-        probe.main(["--ckpt", str(probed / ckpt), "--text", text])
+        sample.main(["--ckpt", str(probed / ckpt), "--text", text])
         assert says in said()
+
+
+def test_without_a_text_it_asks_until_an_empty_line(probed, said, monkeypatch):
+    lines = iter(["no mask here", "the [MASK] fox", "", "never asked"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    sample.main(["--ckpt", str(probed / "abs")])
+    first, second, no, mask = said().splitlines()
+    assert "takes a text with [MASK]" in second and "takes a text with [MASK]" in no
+    assert mask.startswith("[MASK]: ") and next(lines) == "never asked"
+
+
+@pytest.mark.parametrize("name", ["abs", "pmlm", "binary", "clm"])
+def test_the_line_of_a_training_leaves_it_alone(probed, corpus, name):
+    """The same words as from the model in eval mode and float32; nothing drawn, nothing changed."""
+    model = sample.load_pretraining(probed / name)
+    for part in model.modules():
+        if hasattr(part, "p"):
+            part.p = 0.9  # a dropout that shows
+    expected = sample.line(model, corpus=corpus)
+    model.train()
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sample.line(model, corpus=corpus) == expected
+    assert model.training and torch.equal(before, torch.get_rng_state())
+    assert "\n" not in expected and len(expected) > 20
+    if "mlm" in model.objectives:
+        text, _, words = expected.partition(" | ")[0].partition(" = ")
+        [answers] = sample.fill_masks(model.eval().encoder, model.objectives["mlm"], text, 3)
+        assert words == ", ".join(f"{sample.shown(word)} {p:.2f}" for word, p in answers)
+        assert text.replace("[MASK]", "dog").split(" ")[0] in WORDS and text.count("[MASK]") == 1
+
+
+def test_the_line_of_a_perfect_model(probed, corpus):
+    """Shuffled words come back in order; without mlm no word is masked."""
+    encoder = sample.load_pretraining(probed / "pmlm").encoder
+    model = Pretraining(encoder, ObjectiveConfig("pplm")).eval()
+    knows_offsets(model.objectives["pplm"])
+    given, _, found = sample.line(model, corpus=corpus).partition(" -> ")
+    assert sorted(given.split()) == sorted(found.split()) and given != found
+    assert found in encoder.tokenizer.decode(corpus.val.tolist())
+    text = "the quick brown fox jumps over it"
+    assert sample.line(model, text).endswith(f"-> {text}")
+
+
+@pytest.mark.parametrize(
+    "objective, text, says",
+    [
+        ("mlm", "no mask here", "mlm needs a \\[MASK\\]"),
+        ("pplm", "a [MASK] here", "\\[MASK\\] is for mlm; the objective is pplm"),
+        ("nsp", "any text", "nsp has nothing to say of a text"),
+        ("mlm+pplm", "fox", "tokens"),
+        ("mlm+pplm", "the [MASK] fox " * 9, "tokens; between 2 and 14 fit"),
+        ("mlm+pplm", "the quick [MASK] fox jumps", None),
+        ("clm", "the quick", None),
+    ],
+)
+def test_a_text_that_does_not_suit_is_refused_before_training(probed, objective, text, says):
+    encoder = sample.load_pretraining(probed / "abs").encoder
+    model = Pretraining(encoder, ObjectiveConfig(objective)).eval()
+    if says:
+        with pytest.raises(ValueError, match=says):
+            sample.check(model, text)
+    else:
+        sample.check(model, text)
+        assert sample.line(model, text)
+    encoder.tokenizer = None  # before data are prepared: the objective alone
+    with contextlib.nullcontext() if not says or "tokens" in says else pytest.raises(ValueError):
+        sample.check(model, text)
 
 
 @pytest.mark.parametrize(
     "flags, says",
     [
-        ("--ckpt abs --text 'no mask here'", "write [MASK] for mlm"),
-        ("--ckpt pmlm --text 'a [MASK] b'", "objective pmlm: write [MASK] for mlm"),
-        ("--ckpt tc --text 'no bars here'", "'one ||| another' for nsp and tc"),
-        ("--ckpt abs --text 'one ||| another'", "for nsp and tc"),
-        (f"--ckpt pmlm --text '{'fox ' * 40}'", "tokens"),
+        ("--ckpt abs --text 'no mask here'", "takes a text with [MASK]"),
+        ("--ckpt pmlm --text 'a [MASK] b'", "(pmlm) takes a sentence"),
+        ("--ckpt tc --text 'no bars here'", "'one text ||| another'"),
         ("--ckpt tc --text 'the quick |||'", "0 tokens"),
-        ("--ckpt nowhere --text 'x y'", "no checkpoint"),
+    ],
+)
+def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch, capsys):
+    monkeypatch.chdir(probed)
+    assert says in one_line(capsys, sample.main, shlex.split(flags))
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
         ("--ckpt nowhere", "no checkpoint"),
         ("--runs nowhere*", "no folder with a readable ckpt.pt"),
         ("--dynamics lsin", "--keep_every"),
         ("--dynamics abs --cache nowhere", "--cache names another place"),
-        ("--dynamics abs --pairs nowhere", "No such file"),
         ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
-        ("--runs abs --text x", "is for --ckpt"),
         ("--runs abs --ckpt abs", "take one of"),
         ("--pairs abs", "is for --dynamics"),
-        ("--text 'x y' --out_dir abs", "--text writes nothing"),
         ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
-        ("--dynamics abs --blimp nowhere", "--blimp is for"),
+        ("--dynamics abs --blimp nowhere", "take one of --blimp, --lengths"),
+        ("--ckpt abs --lengths 64,x", "--lengths 64,x: take lengths of 4 and more"),
     ],
 )
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
@@ -4940,6 +5114,7 @@ def test_sentence_scores_equal_loops(objective, pe, naive, monkeypatch):
         assert 0 < (pll != l2r).sum() < len(sentences)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_pll_equals_transformers():
     transformers = pytest.importorskip("transformers")
@@ -4991,6 +5166,48 @@ def test_a_bag_of_words_ties_on_order():
         assert near.all() if ties else near.mean() < 0.2
 
 
+def test_very_unlikely_sentences_tie_too():
+    """Thousands of nats: a sum of float32 would differ by more than a tie allows."""
+    model = pretraining(pe="none", double=False).eval()
+    logits = 13.7 * torch.arange(72.0)
+    model.objectives["mlm"].word_logits = lambda encoder, x: logits.expand(len(x), -1)
+    ids = [random.Random(i).choices(range(64), k=10) for i in range(200)]
+    moved = [random.Random(0).sample(x, 10) for x in ids]
+    found = probe.sentence_scores(model, ids + moved)
+    for scores in found.values():
+        assert scores.dtype == np.float64 and np.abs(scores).max() > 3000
+        a, b = np.split(scores, 2)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [str, str.lower])
+def test_swapped_words_are_order_only_in_any_case(probed, tmp_path, case, capsys, undrawn):
+    """A sentence's first word is the token that it is inside a sentence: the same words in another
+    order are the same tokens, on which a bag of words ties, and word counts do."""
+    pairs = [("dog watch the fox", "fox watch the dog"), (" owls jumps", "jumps owls")]
+    write_pairs(tmp_path / "own.jsonl", [(case(good), case(bad)) for good, bad in pairs])
+    found = probe_json(tmp_path / "out", "--ckpt", probed / "none", "--blimp", tmp_path)
+    assert found["order-only"] == found["order-only ties"]["pll"] == 2
+    assert found["order-only ties"]["unigram"] == 2 and found["blimp"]["order_only"] == 0.5
+
+
+def test_the_error_of_a_share_is_clustered():
+    """Of equal clusters: that of the mean of their means; not that of independent pairs; of
+    unequal ones, the formula in a loop."""
+    rng = np.random.default_rng(0)
+    means = rng.random(8)
+    values = pandas.Series(np.repeat(means, 50))
+    clusters = pandas.Series(np.repeat(np.arange(8), 50))
+    expected = means.std(ddof=1) / math.sqrt(8)
+    assert probe.clustered_error(values, clusters) == pytest.approx(expected)
+    assert expected > 5 * values.std() / math.sqrt(400)
+    values, clusters = pandas.Series([1, 0, 0.5, 1, 1, 0.0]), pandas.Series([*"aabbbc"])
+    sums = [sum(v - 3.5 / 6 for v, c in zip(values, clusters) if c == name) for name in "abc"]
+    expected = math.sqrt(sum(x * x for x in sums) * 3 / 2) / 6
+    assert probe.clustered_error(values, clusters) == pytest.approx(expected)
+    assert math.isnan(probe.clustered_error(values, pandas.Series(["a"] * 6)))
+
+
 def write_pairs(file, rows, opener=open):
     with opener(file, "wt", encoding="utf-8") as handle:
         for good, bad, *names in rows:
@@ -4998,7 +5215,8 @@ def write_pairs(file, rows, opener=open):
             handle.write(json.dumps(row | dict(zip(("UID", "linguistics_term"), names))) + "\n")
 
 
-def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
+@pytest.mark.slow
+def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path, undrawn):
     write_pairs(
         tmp_path / "one.jsonl.xz",
         [
@@ -5014,7 +5232,8 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     found = probe_json(tmp_path / "out", "--runs", probed / "[anp]*", "--blimp", tmp_path)
     out = capsys.readouterr().out
     runs = {run["run"]: run for run in found["runs"]}
-    assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long: 1" in out
+    assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long for the rows: 1" in out
+    assert "{" not in out and "| ties" in out and " +- 0." in out
     none = runs["none"]
     assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
     assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
@@ -5022,6 +5241,7 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     expected = dict(order_only=0.5, order_only_pairs=3, pairs=5, left_out=1)
     assert expected.items() <= none["blimp"].items()
     assert none["blimp"]["ties"] == none["ties"]["pll"]
+    assert none["blimp"]["order_only_paradigms"] == {"a": 0.5, "b": 0.5}
     assert none["blimp"]["mean"] == none["scores"]["pll"]["mean"]
     assert none["blimp"]["paradigms"] == none["paradigms"]["pll"]
     assert list(none["blimp"]["phenomena"]) == ["argument_structure", "long", "own"]
@@ -5062,13 +5282,75 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path):
     assert "what frequency says left out" in capsys.readouterr().out
 
 
+# Longer rows.
+
+
+class Stream:
+    """Stands for a data.Corpus whose validation text has 90 tokens."""
+
+    vocab_size, val = VOCAB, (np.arange(90) * 7 % CLS).astype(np.uint16)
+
+    def n_rows(self, split, L):
+        return len(self.val) // (L - 2)
+
+    def rows(self, split, index, L):
+        out = np.full((len(index), L), SEP, np.int64)
+        out[:, 0] = CLS
+        for row, i in zip(out, index):
+            row[1:-1] = self.val[i * (L - 2) : (i + 1) * (L - 2)]
+        return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pe", ["none", "sin", "rel", "t5", "rope", "alibi", "lsin+rlsin"])
+def test_losses_by_place_equal_a_loop(pe, monkeypatch):
+    """Rows twice and four times as long as max_len, a row at a time; every length has the same
+    text and masks."""
+    monkeypatch.setattr(probe, "LENGTH_TOKENS", 48)
+    monkeypatch.setattr(probe, "BATCH_TOKENS", 30)
+    model = pretraining("mlm", pe, L=6, mask_rate=0.3).eval()
+    seen, words, at = probe.one_text(Stream(), model.objectives["mlm"], 24)
+    assert len(seen) == 44 and at.sum() == round(0.3 * 42)
+    for length in (6, 13, 24):
+        n, expected = length - 2, []
+        for start in range(0, 44 - n + 1, n):
+            row = torch.tensor([[CLS, *seen[start : start + n].tolist(), SEP]])
+            logits = model.objectives["mlm"].word_logits(model.encoder, model.encoder(row)[0])
+            for i in at[start : start + n].nonzero()[:, 0].tolist():
+                loss = -float(logits[i + 1].log_softmax(-1)[words[start + i]])
+                expected.append((i + 1, loss))
+        places, losses = probe.losses_by_place(model, Stream(), length, 24)
+        assert places.tolist() == [place for place, _ in expected]
+        alike(losses, [loss for _, loss in expected])
+
+
+@pytest.mark.parametrize("pe", ["abs", "tupe_r", "bert_ad", "tupe_a_free"])
+def test_tables_that_end_are_refused_beyond_their_end(pe):
+    model = pretraining("mlm", pe, L=12).eval().requires_grad_(False)
+    probe.losses_by_place(model, Stream(), 12, 24)
+    says = rf"pe {pe} has a table that ends at place 12; .*--init_from RUN --block_size 24"
+    with pytest.raises(ValueError, match=says):
+        probe.losses_by_place(model, Stream(), 24, 24)
+
+
+def test_lengths_of_runs(probed, said, tmp_path, undrawn):
+    found = probe_json(tmp_path / "one", "--ckpt", probed / "none", "--lengths", "16,40")
+    assert list(found["lengths"]) == ["16", "40"] == list(found["lengths_by_place"])
+    assert list(found["lengths_by_place"]["40"]) == ["0", "32"]
+    assert "| 0-31" in said() and pictures_in(tmp_path / "one") == {"lengths"}
+    runs = ["--runs", probed / "none", probed / "abs", probed / "clm"]
+    [run] = probe_json(tmp_path / "two", *runs, "--lengths", "16,40")["runs"]
+    out = said()
+    assert "pe abs has a table that ends at place 16" in out and "--lengths scores mlm" in out
+    assert run["lengths"] == found["lengths"] and pictures_in(tmp_path / "two") == {"lengths"}
+
+
 @pytest.mark.parametrize(
     "lines, says",
     [
         ("", "no pairs in"),
-        ('{"sentence_good": "a"}', "row 1: sentence_good and sentence_bad must"),
         ('{"sentence_good": "a", "sentence_bad": "b"}\n["a", "b"]', "row 2: sentence_good"),
-        ('{"sentence_good": "a", "sentence_bad": ""}', "row 1"),
+        ('{"sentence_good": "a", "sentence_bad": ""}', "row 1: sentence_good and"),
         ('{"sentence', "cannot be read"),
         (json.dumps({"sentence_good": "a" * 999, "sentence_bad": "b"}), "no pair fits"),
     ],
@@ -5086,7 +5368,7 @@ def test_fill_masks_gives_words_of_the_text(run, tmp_path):
     run("run", "--steps 150 --lr 0.02")
     model = probe.load_pretraining(tmp_path / "run")
     text = "the quick brown [MASK] jumps over"
-    [(best, *_)] = probe.fill_masks(model.encoder, model.objectives["mlm"], text)
+    [(best, *_)] = sample.fill_masks(model.encoder, model.objectives["mlm"], text)
     assert best[0].strip() in WORDS
 
 
@@ -5586,8 +5868,8 @@ def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
 
 def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys):
     run = imported.run
-    probe.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
-    assert "[MASK]: '" in capsys.readouterr().out
+    sample.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
+    assert "[MASK]: " in capsys.readouterr().out
     start = finetune.read_start(str(run), cache)
     model = finetune.make_model(start, "cola", 16, 0)
     assert torch.equal(model.encoder.tok.weight, start["model"]["encoder.tok.weight"])
@@ -5789,7 +6071,7 @@ def test_tokenizer_json_cuts_as_tiktoken_does(hugging, random_run, tmp_path):
     check_tokenizer(ours, theirs)
     a, b = ([i + 8 for i in ours.encode_ordinary(text)] for text in (PARIS, "aaa"))
     assert theirs(PARIS, "aaa")["input_ids"] == [0, *a, 2, *b, 2]
-    # The mask takes the space before it along, as in probe.py.
+    # The mask takes the space before it along, as in sample.py.
     assert theirs(f"{PARIS} [MASK].")["input_ids"] == [0, *a, 3, ord(".") + 8, 2]
     roles = [getattr(theirs, f"{role}_token_id") for role in ("cls", "pad", "sep", "mask")]
     assert roles == [0, 1, 2, 3]

@@ -219,7 +219,7 @@ def train(args, progress):
     flops = count_flops(model, batches, args, amp, device) * n_micro
     if main_process:
         known = facts["baselines"] = what_losses_are_worth(model, corpus, checkpoint)
-        text = sample.check(model, args.sample, corpus)
+        text = args.sample or sample.fixed_sentence(model, corpus)
         progress.lock = open_folder(folder, facts, corpus, step)  # held until the process ends
     progress.saved = step  # from here on nothing is a user's mistake
     net, how = wrap(model, args, device, world)
@@ -447,6 +447,8 @@ def try_out(args, device):
         encoder = Encoder(pick_fields(EncoderConfig, args, max_len=args.block_size))
         model = Pretraining(encoder, cfg)
     check_rows(model, args.batch_size)
+    if args.sample:
+        sample.check(model, args.sample)
     common.check_memory(sum(p.numel() for p in model.parameters()), device)
     for source in (args.init_from, args.init_embeddings):
         if source:
@@ -529,6 +531,8 @@ def build_model(args, corpus, device):
     encoder.tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
     model = Pretraining(encoder, pick_fields(ObjectiveConfig, args)).to(device)
     check_rows(model, min(args.batch_size, corpus.n_rows("val", args.block_size)))
+    if args.sample:
+        sample.check(model, args.sample)
     encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
     return model
 
