@@ -454,11 +454,11 @@ def bench_finetune(v):
     hf = build_hf(cfg, "RobertaForSequenceClassification")
     flags = finetune.parse_args(["--task", "sst2", "--data_dir", v.finetune])
     rows, _ = finetune.encode_rows(ours, finetune.read_split("sst2", flags, "train")["sst2"])
-    groups = list(finetune.batches(rows, v.batch_size, np.random.default_rng(0)))
+    groups = list(finetune.batches_by_length(rows, v.batch_size, np.random.default_rng(0)))
     rows.append(([cfg.pad_id] * 128, 0))  # the last one, -1, makes a batch so wide
 
     def batch(group):
-        return finetune.collate(rows, group, cfg.pad_id, v.machine[0])
+        return finetune.padded_batch(rows, group, cfg.pad_id, v.machine[0])
 
     def peer(group):  # RoBERTa's own pad id is 1, from which it counts positions
         tokens, _, labels = batch(group)

@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,6 +383,10 @@ def encoding_of(corpus):
     return tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
 
 
+def names_in(folder):
+    return {file.name for file in Path(folder).iterdir()}
+
+
 def documents_in(corpus, split):
     """The texts of a stream: each is followed by a [SEP]."""
     *texts, rest = encoding_of(corpus).decode(getattr(corpus, split)).split("[SEP]")
@@ -548,10 +553,10 @@ def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
     (tmp_path / name).write_text(content)
     refuses(says, data.prepare, str(tmp_path / name), "bpe", str(tmp_path / "cache"))
     left = {f.name for f in (tmp_path / "cache").glob("*/*")}
-    assert left <= {"tokenizer.json"}, "nothing half-written"
+    assert left <= {"tokenizer.json", ".lock"}, "nothing half-written"
 
 
-@pytest.mark.parametrize("dataset", ["", " ", ".", "no/such*", "none.jsonl", "a/b.txt.gz"])
+@pytest.mark.parametrize("dataset", ["", " ", "no/such*", "none.jsonl", "a/b.txt.gz"])
 def test_a_name_that_is_no_data_set_is_refused_at_once(dataset):
     says = "no file with text in it .* takes docs, wikibooks"
     refuses(says, data.find_source, dataset, "text", None)
@@ -593,11 +598,115 @@ def test_finished_data_needs_nothing(corpus_file, cache, corpus, monkeypatch):
     for name in ("bpe_state", "gpt2_state", "file_documents"):
         monkeypatch.setattr(data, name, lambda *a: 1 / 0)
     assert data.prepare(corpus_file, "bpe", cache).folder == corpus.folder
-    names = {file.name for file in corpus.folder.iterdir()}
-    assert names == {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
+    assert names_in(corpus.folder) == {
+        "train.bin",
+        "val.bin",
+        "meta.json",
+        "tokenizer.json",
+        ".lock",
+    }
     monkeypatch.setattr(data, "hub_part", lambda *a: 1 / 0)
     one, two = (data.find_source("some/set", column, None) for column in ("text", "body"))
     assert one.name != two.name, "another column is another corpus"
+
+
+def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatch):
+    """And tokens that lie prepared are found when the text is gone and their folder renamed."""
+    monkeypatch.chdir(tmp_path)
+    write_corpus("t.jsonl", 20)
+    corpus = data.prepare("t.jsonl", "bpe", "cache")
+    os.utime("t.jsonl", (1, 1))
+    Path("elsewhere").mkdir()
+    shutil.copy("t.jsonl", "elsewhere")
+    for dataset in ("t.jsonl", "./t.jsonl", f"{tmp_path}/*.jsonl", "elsewhere/t.jsonl"):
+        assert data.prepare(dataset, "bpe", "cache").folder == corpus.folder
+    whole = Path("t.jsonl").read_text()
+    for changed in (whole[:-9] + whole[-9:].upper(), whole.replace("t0", "tX"), whole + " "):
+        Path("t.jsonl").write_text(changed)
+        assert data.find_source("t.jsonl", "text", "").name not in str(corpus.folder)
+    Path("t.jsonl").unlink()
+    Path("cache", "0").mkdir()
+    Path("cache", "0", "meta.json").write_text("{")
+    renamed = corpus.folder.rename("cache/any name")
+    (found,) = {
+        str(data.open_prepared(corpus.meta, *places).folder)
+        for places in (["cache"], ["cache", "t.jsonl"], ["nowhere", "cache/any name"])
+    }
+    assert found == str(renamed)
+    assert data.prepare("cache/any name", "bpe", "").meta == corpus.meta
+    refuses("prepared with --tokenizer bpe", data.prepare, found, "gpt2", "")
+    for other in ({**corpus.meta, "documents": 9}, {**corpus.meta, "tokens": {}}):
+        refuses("is not prepared in cache; --cache names", data.open_prepared, other, "cache")
+
+
+def test_a_folder_is_no_data_set(tmp_path):
+    """Taken as one, each of its lines was a document, and files that came later were not seen."""
+    for name in ("a.jsonl.XZ", "b.jsonl.XZ", "c.txt", "d.py"):
+        (tmp_path / name).write_text("x")
+    refuses(r"is a folder: name its files, .*/\*.XZ'", data.find_source, str(tmp_path), "text", "")
+    (tmp_path / "empty").mkdir()
+    refuses(r"/empty/\*.txt'", data.find_source, f"{tmp_path}/empty", "text", "")
+
+
+def test_a_killed_preparation_leaves_no_more_than_its_files(tmp_path, monkeypatch):
+    """What it wrote aside has fixed names, and the next one writes over it."""
+    file, real = write_corpus(tmp_path / "t.jsonl", 20), data.encoded
+
+    def encoded(texts, encoding):
+        yield from real(texts, encoding)
+        shutil.copytree(tmp_path / "cache", tmp_path / "as if killed")  # nothing is cleared away
+
+    monkeypatch.setattr(data, "encoded", encoded)
+    whole = data.prepare(file, "bpe", tmp_path / "cache")
+    left = tmp_path / "as if killed" / whole.folder.name
+    assert names_in(left) == {"tokenizer.json", ".lock", "train.bin.tmp", "val.bin.tmp"}
+    monkeypatch.setattr(data, "encoded", real)
+    assert names_in(data.prepare(file, "bpe", left.parent).folder) == names_in(whole.folder)
+    assert (left / "train.bin").read_bytes() == (whole.folder / "train.bin").read_bytes()
+
+
+def test_two_programs_prepare_the_same_data(tmp_path, monkeypatch, said):
+    """The second one waits, and finds it done."""
+    file, real, calls = write_corpus(tmp_path / "t.jsonl", 20), data.tokenize, []
+
+    def tokenize(*args):
+        calls.append(time.sleep(0.3))
+        real(*args)
+
+    monkeypatch.setattr(data, "tokenize", tokenize)
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(data.prepare, file, "bpe", tmp_path / "cache") for _ in range(2)]
+    assert jobs[0].result().meta == jobs[1].result().meta and len(calls) == 1
+    assert "another process is preparing data in" in said()
+
+
+def test_the_sample_for_the_bpe_is_taken_by_size(monkeypatch):
+    """One large file beside many notes; of the hub, whose sizes may be unknown, equal parts."""
+    monkeypatch.setattr(data, "train_bpe", lambda words, n_ids: counted.update(words) or [])
+    monkeypatch.setattr(data, "BPE_SAMPLE", 1000)
+    parts = [(lambda: ["a" * 1000] * 9, 9000), *[(lambda: ["b" * 100], 100)] * 10]
+    counted = {}
+    data.bpe_state(parts)
+    assert counted == {b"a" * 900: 1, b"b" * 10: 10}
+    counted = {}
+    data.bpe_state([(lambda: ["a" * 1000], 9000), (lambda: ["b" * 1000], 0)])
+    assert counted == {b"a" * 500: 1, b"b" * 500: 1}
+
+
+def test_text_that_is_no_utf_8_is_counted_and_said_once(tmp_path, said):
+    text = "caf\xe9, \xfcber alles\n\n" * 9
+    (tmp_path / "old.txt").write_bytes(text.encode("latin-1"))
+    (tmp_path / "new.TXT").write_text(text + "\ufffd is a character")  # any case of the ending
+    for name, found in (("old.txt", "caf\ufffd, \ufffdber"), ("new.TXT", "caf\xe9, \xfcber")):
+        corpus = data.prepare(str(tmp_path / name), "bpe", tmp_path / "cache")
+        assert documents_in(corpus, "val")[0].strip() == f"{found} alles"
+    (line,) = [line for line in said().splitlines() if "U+FFFD" in line]
+    assert "old.txt is not UTF-8: 18 of its bytes became" in line
+
+
+def test_the_longest_tokens_are_not_fillers(said):
+    data.bpe_state([(lambda: ["a few words, a few words"], 0)])
+    assert "the longest: ' few', ' wor', ' word', ' words'" in said()
 
 
 JSON_LINES = [
@@ -753,20 +862,25 @@ def online(monkeypatch, is_online):
 
 
 @pytest.mark.parametrize(
-    "name, call",
+    "call",
     [
-        (
-            "huggingface_hub.HfApi.dataset_info",
-            lambda: data.find_source("some/set", "text", None).parts(),
-        ),
-        ("tiktoken.get_encoding", data.gpt2_state),
+        lambda: data.find_source("some/set", "text", None).parts(),
+        lambda: finetune.hub_rows("cola", "train"),
+        data.gpt2_state,
     ],
 )
-def test_a_network_that_does_not_answer_is_said_soon(name, call, monkeypatch):
+def test_a_network_that_does_not_answer_is_said_soon(call, monkeypatch):
+    """The libraries' own tries would take minutes."""
+    from huggingface_hub import constants
+
     online(monkeypatch, True)
     monkeypatch.setattr(data, "PATIENCE", 0.1)
-    monkeypatch.setattr(name, lambda *a: time.sleep(60))
-    refuses("TimeoutError.* needs no network", call)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda *a: time.sleep(60))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        began = time.time()
+        refuses("needs no network", call)
+        assert time.time() - began < 10
 
 
 def test_gpt2_tokenizer():
@@ -2418,11 +2532,28 @@ def test_sigterm_saves_and_resume_goes_on(run, tmp_path, monkeypatch, said):
 def test_a_second_signal_leaves_at_once(monkeypatch):
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
-    signals = common.Signals()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert signals.received == signal.SIGINT and left == []
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert left == [143]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with common.Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT and left == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert left == [143]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with pytest.raises(KeyboardInterrupt):  # as ever
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_signals_outside_the_main_thread():
+    """There Python lets nobody set a handler: train.main() in a thread runs without one."""
+
+    def in_a_thread():
+        with common.Signals() as signals:
+            return signals.received
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(in_a_thread).result() is None
 
 
 # A training whose save is cut at a chosen call: killed there, or told that the disk is full.
@@ -2492,6 +2623,9 @@ def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, who
     assert found and all(weights(tmp_path / "run", name)["step"] in (3, 6, 9) for name in found)
     train.main([*flags, "--resume"])
     assert same_weights(whole_run, weights(tmp_path / "run")["model"])
+    assert not list((tmp_path / "run").glob("*.tmp")), (
+        "what was aside had a name that is used again"
+    )
 
 
 @pytest.mark.parametrize("where, which", [("save", 3), ("fsync", 5)])  # two are of JSON files
@@ -2772,13 +2906,12 @@ def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
 
 
 def test_two_programs_save_in_one_folder(tmp_path, monkeypatch):
-    """One writes while the other renames its link: temporary files are each one's own."""
+    """One writes while the other renames its link: what is aside is named after its file."""
     file, previous, replace = tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt", os.replace
     common.write_torch(file, 1, previous)
 
     def while_another_writes(a, b):
         monkeypatch.setattr(os, "replace", replace)
-        monkeypatch.setattr(os, "getpid", lambda: 1)
         common.write_json(tmp_path / "other.json", {})
         replace(a, b)
 
@@ -3109,17 +3242,16 @@ def test_test_files_and_optional_ones(tmp_path, said):
     assert [line.split(":")[0] for line in said] == ["mnli-mm", "MNLI-m", "MNLI-mm"]
     assert "not there, left out" in said[0]
     (mnli / "dev_matched.tsv").unlink()
-    with pytest.raises(FileNotFoundError):
-        finetune.read_task("mnli", args)
+    files = "train.tsv and dev_matched.tsv and dev_mismatched.tsv"
+    refuses(f"dev_matched.tsv is not there: .* holds {files}$", finetune.read_task, "mnli", args)
+    refuses("train.tsv is not there: .* train.tsv and dev.tsv", finetune.read_task, "rte", args)
 
 
 def test_hub_rows(monkeypatch):
-    """Every task as the hub has it, labels in the order of `classes`. A hub that does not answer
-    is said soon: its own library would try for minutes."""
+    """Every task as the hub has it, labels in the order of `classes`."""
     import datasets
-    from huggingface_hub import constants
 
-    tasks, load = finetune.TASKS, datasets.load_dataset
+    tasks = finetune.TASKS
     online(monkeypatch, False)
 
     def load_dataset(repo, config, split):
@@ -3155,14 +3287,6 @@ def test_hub_rows(monkeypatch):
     assert tasks["mnli"].classes == tasks["ax"].classes == nli
     assert tasks["qnli"].classes == tasks["rte"].classes == rte
     assert tasks["mnli"].hub == ("premise", "hypothesis") and tasks["mrpc"].hub == finetune.PAIR
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    online(monkeypatch, True)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
-        monkeypatch.setattr(finetune, "HUB_SECONDS", 0.2)
-        began = time.time()
-        refuses("cannot fetch nyu.*--data_dir, or take", finetune.hub_rows, "cola", "train")
-        assert time.time() - began < 10
 
 
 def squad_json(questions, version="1.1"):
@@ -3339,7 +3463,7 @@ def test_no_answer_by_the_lowest_null_score(monkeypatch):
 def test_batches_take_every_row_once_and_near_lengths():
     rows = [([0] * n, 0) for n in np.random.default_rng(0).integers(1, 100, 500)]
     for rng in (None, np.random.default_rng(1)):
-        groups = list(finetune.batches(rows, 32, rng))
+        groups = list(finetune.batches_by_length(rows, 32, rng))
         assert sorted(i for g in groups for i in g) == list(range(500))
         lengths = [[len(rows[i][0]) for i in g] for g in groups]
         padding = sum(max(group) * len(group) - sum(group) for group in lengths)
@@ -3351,10 +3475,10 @@ def test_padding_changes_no_output_and_no_loss(name):
     model, cpu = finetune.Classifier(tiny("tupe_r"), name, 12).eval().double(), torch.device("cpu")
     label = {"stsb": float, "mnli": int, "squad": lambda y: (1, 2)}[name]
     rows = [([64, 1, 2, 3, 66], label(1.5)), ([64, 5, 66], label(2.5))]
-    tokens, pad, labels = finetune.collate(rows, range(len(rows)), 65, cpu)
+    tokens, pad, labels = finetune.padded_batch(rows, range(len(rows)), 65, cpu)
     assert tokens.tolist() == [[64, 1, 2, 3, 66], [64, 5, 66, 65, 65]]
     assert pad.tolist() == [[False] * 5, [False] * 3 + [True] * 2]
-    out, alone = model(tokens, pad), [finetune.collate([row], [0], 65, cpu) for row in rows]
+    out, alone = model(tokens, pad), [finetune.padded_batch([row], [0], 65, cpu) for row in rows]
     for row, (ids, none, _) in zip(out, alone):
         assert none is None
         close(row[..., : ids.size(1)] if name == "squad" else row, model(ids, None)[0], 1e-6)
@@ -3693,13 +3817,71 @@ def test_freeze_encoder_and_length(at_run, tmp_path):
     assert torch.equal(table[:32], old[:32]) and torch.equal(table[50], old[32])
 
 
+def test_no_start_and_no_other_model_is_replaced(at_run, tmp_path, capsys, monkeypatch):
+    """Every start is read once. A model that is there goes only for the same command's."""
+    learn, read, calls = f"{LEARN} --epochs 1 --limit_train 9", finetune.read_checkpoint, []
+    run_finetune(tmp_path, "cola", learn)
+    cola = tmp_path / "finetuned-cola.pt"
+    first = cola.stat().st_ino
+    assert len(run_finetune(tmp_path, "cola", learn)) == 1 and cola.stat().st_ino != first
+    before = cola.read_bytes()
+    for task, flags, says in (
+        ("cola", "--seeds 2", "another command's: take another --out_dir, or remove it"),
+        ("cola", "--recipe bert", "another command's"),
+        ("cola", "--ckpt scratch", "another command's"),
+        ("cola", f"--ckpt {cola}", "is where this starts, .* another --out_dir"),
+        ("all", f"--ckpt {cola}", "finetuned-cola.pt is where this starts"),
+        ("all", f"--ckpt '{tmp_path}/*.pt'", "finetuned-cola.pt is where this starts"),
+    ):
+        assert re.search(says, one_line(capsys, run_finetune, tmp_path, task, learn, flags))
+        assert cola.read_bytes() == before and names_in(tmp_path) == {cola.name, ".cola.lock"}
+    # All tasks start from what was there at first, even if it is written while they go on.
+    start = shutil.copy("out/run/ckpt_2.pt", tmp_path / "start.pt")
+    monkeypatch.setattr(finetune, "read_checkpoint", lambda file: calls.append(file) or read(file))
+    real = finetune.record
+
+    def record(*args):
+        shutil.copy("out/run/ckpt_4.pt", start)
+        return real(*args)
+
+    monkeypatch.setattr(finetune, "record", record)
+    rows = run_finetune(tmp_path / "new", "all", learn, "--ckpt", start)
+    assert [row["step"] for row in rows] == [2] * 4 and calls == [str(start)]
+    with common.lock(tmp_path / "new", "fine-tuning", ".cola.lock"):
+        error = one_line(capsys, run_finetune, tmp_path / "new", "cola", learn, "--ckpt", start)
+    assert "another process is fine-tuning on cola in" in error
+
+
+def test_all_models_of_a_folder_are_scored_elsewhere(at_run, tmp_path):
+    """--eval_only takes them from --ckpt, though results go to --out_dir."""
+    learn = f"{LEARN} --epochs 1 --limit_train 9"
+    rows = run_finetune(tmp_path / "models", "all", learn)
+    again = run_finetune(tmp_path / "new", "all", EVAL, "--ckpt", tmp_path / "models")
+    assert [row["metrics"] for row in again] == [row["metrics"] for row in rows]
+    assert names_in(tmp_path / "new") == set()
+
+
+@pytest.mark.parametrize("name, probe", [("stsb", False), ("stsb", True), ("cola", False)])
+def test_heads_compute_in_float32(name, probe):
+    """In 16 bits 1,500 rows of STS-B had 2 different scores."""
+    model = finetune.Classifier(tiny().float(), name, 12, probe).eval()
+    torch.nn.init.normal_(model.head[-1].weight, std=1e-3)
+    torch.nn.init.ones_(model.head[-1].bias)
+    tokens = some_tokens(B=200)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        hidden, out = model.encoder(tokens)[:, 0].float(), model(tokens, None)
+    assert out.dtype == torch.float32
+    close(out, model.head(hidden).squeeze(-1), 1e-7)
+    assert len(out.flatten().unique()) > 100
+
+
 def test_every_kept_checkpoint_is_scored_in_order(at_run, tmp_path, monkeypatch):
     flags = "--epochs 1 --limit_train 20 --ckpt out/run/ckpt_*.pt"
     rows = run_finetune(tmp_path, "cola", LEARN, flags)
     files = [os.path.join("out/run", f"ckpt_{step}.pt") for step in (2, 4, 6)]
     assert [(r["step"], r["ckpt"]) for r in rows] == list(zip((2, 4, 6), files))
     assert {r["n_train"] for r in rows} == {20}
-    assert len(finetune.find_sources("out/*/ckpt_*.pt")) == 3
+    assert len(finetune.read_starts("out/*/ckpt_*.pt", "")) == 3
     for ckpt, home in (
         ("out/*/ckpt_*.pt", "out"),
         ("out/run/ckpt_*.pt", "out/run"),
@@ -3811,6 +3993,7 @@ def test_bag_of_words(at_run, tmp_path):
     "flags, says",
     [
         ("foo", "docs"),
+        ("cola", "is one process: python, not torchrun"),
         ("cola --data_dir nowhere", "nowhere"),
         ("cola --length 2", "--length"),
         ("cola --data_dir {tmp}", "has no rows"),
@@ -3845,7 +4028,9 @@ def test_bag_of_words(at_run, tmp_path):
         ("cola --batch_size 9999999", "[1, 1e6]"),
     ],
 )
-def test_finetune_mistakes(at_run, tmp_path, capsys, flags, says):
+def test_finetune_mistakes(at_run, tmp_path, capsys, monkeypatch, flags, says):
+    if "torchrun" in says:
+        monkeypatch.setenv("WORLD_SIZE", "2")
     for folder in ("CoLA", "MNLI"):
         (tmp_path / folder).mkdir()
     (tmp_path / "CoLA" / "train.tsv").write_text("")
@@ -5389,6 +5574,17 @@ def test_other_objectives_go_without_their_heads(hugging, random_run, tmp_path):
     assert exit_code(random_run.export) == 2
 
 
+def test_layers_with_the_norm_first_stay_here(random_run, tmp_path, monkeypatch, capsys):
+    def load_pre(path):
+        encoder = load(path)
+        encoder.config.norm = "pre"
+        return encoder
+
+    random_run()
+    monkeypatch.setattr(hf, "load", load_pre)
+    assert "no --norm pre" in one_line(capsys, random_run.export)
+
+
 @pytest.mark.parametrize(
     "pe, task, kind",
     [
@@ -5442,22 +5638,22 @@ def test_a_classifier_goes_out_with_its_labels(
     assert [getattr(args, key) for key in ("epochs", "length", "limit_train")] == [3, 40, 99]
 
 
-def test_the_model_card(random_run, tmp_path):
-    """It has what was asked for, and its command makes this very run."""
-    random_run(
-        "t5",
-        "mlm+pplm",
-        *shlex.split("--preset lab --steps 3 --whole_word --loss_weights 1 0.5 --no-compile"),
-    )
+@pytest.mark.parametrize("command", ["python train.py --pe t5 --objective mlm+pplm", None])
+def test_the_model_card(random_run, tmp_path, command):
+    """It has what was asked for, and the command; of a run that kept none, its flags."""
+    random_run("t5", "mlm+pplm", *shlex.split("--preset lab --steps 3 --whole_word"))
+    run = tmp_path / "run"
+    torch.save(weights(run) | ({"command": command} if command else {}), run / "ckpt.pt")
     row = {"task": "cola", "seed": 1, "lr": 0.01, "metrics": {"accuracy": 0.75}}
-    (tmp_path / "run" / "results.jsonl").write_text(json.dumps(row) + "\n")
+    (run / "results.jsonl").write_text(json.dumps(row) + "\n")
     random_run.export("run/ckpt.pt")
     card = (tmp_path / "theirs" / "README.md").read_text()
     assert "- cola, seed 1: {'accuracy': 0.75}" in card
     assert "Positions: t5. Trained on: mlm+pplm,\n7 steps, data some text." in card
-    command = shlex.split(re.search(r"^    python train.py (.*)$", card, re.M)[1])
-    assert vars(train.parse_args(command)) == weights(tmp_path / "run")["args"]
-    assert "--no-compile" in command and "--whole_word" in command and "--lr" not in command
+    if command:
+        assert f"\n    {command}\n" in card
+    else:
+        assert "train.py with preset lab, " in card and "steps 3, " in card and "cache" not in card
 
 
 # ----- the tokenizer
@@ -5600,7 +5796,12 @@ def test_damage_and_other_tokens_are_refused(imported, tmp_path, capsys):
 def test_hf_leaves_a_folder_alone_and_needs_transformers(random_run, tmp_path, monkeypatch, capsys):
     random_run()
     (tmp_path / "mine").mkdir()
-    assert "mine" in refused("export", tmp_path / "run", tmp_path / "mine", capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "fetch", failing(AssertionError))  # before all its work
+        patch.setattr(hf, "load", failing(AssertionError))
+        for direction in ("import", "export"):
+            error = refused(direction, tmp_path / "run", tmp_path / "mine", capsys)
+            assert "mine is there already: name another" in error
     assert "no checkpoint" in refused("export", tmp_path / "nowhere", tmp_path / "out", capsys)
     monkeypatch.setattr(hf, "transformers", None)
     assert "pip install transformers" in refused("export", tmp_path / "run", tmp_path / "o", capsys)
@@ -5721,7 +5922,7 @@ def test_exercises_name_real_tests_and_code():
 
 def test_layout_is_flat_and_lines_are_short():
     """What design and ruff cannot see: no more than 13 Python files, nested loops are no
-    comprehensions, and nothing imports from train.py but tests, the benchmark and hf.py's card."""
+    comprehensions, and nothing imports from train.py but tests and the benchmark."""
     files = sorted(HERE.glob("*.py"))
     assert len(files) <= 13
     for file in [*files, *HERE.glob("results/*.py")]:
@@ -5729,7 +5930,7 @@ def test_layout_is_flat_and_lines_are_short():
         for node in ast.walk(tree) if file.name != "test_all.py" else ():
             assert len(getattr(node, "generators", [])) < 2, f"{file.name}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.module == "train":
-                assert file.name in ("bench.py", "hf.py")
+                assert file.name == "bench.py"
 
 
 def soak(n_kills=20, seed=0):
