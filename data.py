@@ -231,10 +231,8 @@ def file_documents(file, text_column):
     """Texts of one local file. Raises ValueError if it cannot be read."""
     kind, packed = endings(file)
     if not kind:
-        raise ValueError(
-            f"{file}: unknown kind of file; known are {', '.join(READERS)}, each also "
-            "with .gz, .xz or .bz2"
-        )
+        known = ", ".join([*READERS, *OPENERS])
+        raise ValueError(f"{file}: unknown kind of file; known endings are {known}")
     newline, broken = "" if kind == ".csv" else None, 0
     with OPENERS.get(packed, open)(
         file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline
@@ -474,12 +472,8 @@ def encoding_arguments(state):
     """The arguments of tiktoken.Encoding; checkpoints hold them, so a run is usable without its
     corpus."""
     ranks = {token.encode("latin-1"): rank for rank, token in enumerate(state["ranks"])}
-    return {
-        "name": state["name"],
-        "pat_str": state["pattern"],
-        "mergeable_ranks": ranks,
-        "special_tokens": state["specials"],
-    }
+    named = {"name": state["name"], "pat_str": state["pattern"]}
+    return {**named, "mergeable_ranks": ranks, "special_tokens": state["specials"]}
 
 
 def pieces(text):
@@ -518,19 +512,15 @@ class Corpus:
         """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the
         file was damaged under the run."""
         stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
-        V = self.meta["vocab_size"]
+        V, remedy = self.vocab_size, f"delete {self.folder} and prepare it again"
         if os.path.getsize(file) < stream.nbytes:  # reading on would be a SIGBUS
-            raise OSError(
-                f"{file} was cut short under the run: delete {self.folder} and prepare it again"
-            )
+            raise OSError(f"{file} was cut short under the run: {remedy}")
         whole = stream[: len(stream) // n * n].reshape(-1, n)
         out = np.empty((len(index), L), np.int64)
         out[:, 1:-1] = whole[index]
         out[:, 0], out[:, -1] = V - 8, V - 6  # [CLS] .. [SEP]
         if out.max(initial=0) >= V:
-            raise OSError(
-                f"{file} has ids beyond the vocabulary: delete {self.folder} and prepare it again"
-            )
+            raise OSError(f"{file} has ids beyond the vocabulary: {remedy}")
         return out
 
 
@@ -577,8 +567,13 @@ def prepare(
 ) -> Corpus:
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError,
     OSError."""
-    if os.path.isfile(os.path.join(os.path.expanduser(dataset), "meta.json")):
-        return open_as(tokenizer, os.path.expanduser(dataset))
+    folder = Path(os.path.expanduser(dataset))
+    if os.path.isfile(folder / "meta.json"):
+        corpus = open_corpus(folder)
+        if corpus.meta["tokenizer"] != tokenizer:
+            name = corpus.meta["tokenizer"]
+            raise ValueError(f"{folder} was made with --tokenizer {name}: give that flag")
+        return corpus
     if dataset == "docs":
         if folder := prepared_docs(cache, tokenizer):
             return open_corpus(folder)
@@ -620,14 +615,8 @@ def tokenize(source, parts, state, folder, dataset):
     'complete'."""
     encoding, sep = tiktoken.Encoding(**encoding_arguments(state)), state["specials"]["[SEP]"]
     lengths = {"train": 0, "val": 0}
-    meta = {
-        "dataset": dataset,
-        "source": source.about,
-        "tokenizer": state["name"],
-        "documents": 0,
-        "characters": 0,
-        **determined(state, lengths),
-    }
+    meta = {"dataset": dataset, "source": source.about, "tokenizer": state["name"]}
+    meta |= {"documents": 0, "characters": 0, **determined(state, lengths)}
     texts = itertools.chain.from_iterable(documents() for documents, _ in parts)
     total = sum(size for _, size in parts) or None
     with (
@@ -691,14 +680,6 @@ def open_corpus(folder):
     return Corpus(folder, meta, state, **streams)
 
 
-def open_as(tokenizer, folder):
-    """A prepared folder that was asked for by its name. Raises ValueError."""
-    corpus = open_corpus(Path(folder))
-    if corpus.meta["tokenizer"] != tokenizer:
-        raise ValueError(f"{folder} was prepared with --tokenizer {corpus.meta['tokenizer']}")
-    return corpus
-
-
 def open_prepared(meta, *places):
     """The corpus that a checkpoint's `data` describes, in one of the places, each a cache or a
     prepared folder; its text may be gone, and its folder have another name. Raises ValueError."""
@@ -707,10 +688,8 @@ def open_prepared(meta, *places):
             for found in common.read_rows(file):  # of one that is damaged there are none
                 if {**found, "dataset": meta["dataset"]} == meta:  # however it was asked for
                     return open_corpus(file.parent)
-    raise ValueError(
-        f"the run's text ({meta['dataset']}) is not prepared in {places[0]}; --cache names "
-        "another place"
-    )
+    text = f"the run's text ({meta['dataset']})"
+    raise ValueError(f"{text} is not prepared in {places[0]}; --cache names another place")
 
 
 def determined(state, lengths):

@@ -69,6 +69,7 @@ EVAL_TOKENS = 16384  # tokens of a batch when nothing is learned
 N_BEST = 20  # SQuAD, as BERT has it: candidates of a question,
 MAX_ANSWER = 30  # tokens of an answer
 MAX_QUESTION = 64  # and of a question
+DECISIVE = "ckpt data_dir limit_train freeze_encoder recipe seeds lr epochs batch_size length"
 LIBRARY_NAMES = re.compile(
     r"\b(python|pytorch|torch|numpy|np|pandas|pd|datasets?|hugging ?face)\b", re.IGNORECASE
 )
@@ -152,6 +153,9 @@ class Task(NamedTuple):
     dev: dict = {"": "validation"}
     test: dict = {"": "test"}  # unnamed: under the folder's name
     suffix: str = ".tsv"
+
+    def file(self, part):  # train, or the hub's name of another split
+        return part.replace("validation", "dev") + self.suffix
 
     def score(self, labels, predictions):
         return {name: float(metric(labels, predictions)) for name, metric in self.metrics.items()}
@@ -434,24 +438,21 @@ def read_split(name, args, split):
     score. Raises ValueError, OSError.
     """
     task, found, is_test = TASKS[name], {}, split == "test"
-    needed = [
-        part.replace("validation", "dev") + task.suffix for part in ("train", *task.dev.values())
-    ]
     for key, part in getattr(task, split, {"": "train"}).items():
         key = key or task.folder if is_test else name + key
         if not args.data_dir:
             found[key] = hub_rows(name, "test" if name == "ax" else part)
             continue
-        file = part.replace("validation", "dev") + task.suffix
-        path = Path(args.data_dir, task.folder, file)
+        path = Path(args.data_dir, task.folder, task.file(part))
         if task.kind == "span" and not path.exists():
-            path = Path(args.data_dir, file)  # SQuAD's files may lie in --data_dir itself
+            path = Path(args.data_dir, task.file(part))  # SQuAD's may lie in --data_dir itself
         if path.exists():
             found[key] = read_file(name, path, split, args.skip_bad_rows)
         elif is_test or found:
             print(f"{key}: {path} is not there, left out")
         else:
-            raise FileNotFoundError(f"{path} is not there: its folder holds {' and '.join(needed)}")
+            files = map(task.file, ("train", *task.dev.values()))
+            raise FileNotFoundError(f"{path} is not there: its folder holds {', '.join(files)}")
     return found
 
 
@@ -702,10 +703,8 @@ def make_model(start, name, length, seed, probe=False):
 
 
 def asked_for(args):
-    """The flags that tell which model comes out -> {name: value}."""
-    machine = {"eval_only", "predict", "predict_text", "null_threshold", "out_dir", "cache"}
-    free = machine | {"task", "device", "dtype", "compile"}
-    return {key: value for key, value in vars(args).items() if key not in free}
+    """The flags that decide which model comes out -> {name: value}."""
+    return {name: getattr(args, name) for name in DECISIVE.split()}
 
 
 def check_place(name, starts, args):
@@ -713,9 +712,7 @@ def check_place(name, starts, args):
     another command made."""
     file = args.out_dir / f"finetuned-{name}.pt"
     if os.path.realpath(file) in [start.get("file") for start in starts]:
-        raise ValueError(
-            f"{file} is where this starts, and would be replaced: take another --out_dir"
-        )
+        raise ValueError(f"{file} is what this starts from: take another --out_dir")
     if file.exists() and read_checkpoint(file).get("flags") != asked_for(args):
         raise ValueError(f"{file} is another command's: take another --out_dir, or remove it")
 
@@ -805,13 +802,8 @@ def train_one(model, rows, chosen, lr, seed, args):
     parameters = list(model.parameters())
     skipped, steps = 0, chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
     epochs = (batches_by_length(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
-    bar = tqdm(
-        itertools.chain.from_iterable(epochs),
-        f"{model.name} seed {seed}",
-        steps,
-        leave=False,
-        disable=None,
-    )
+    groups = itertools.chain.from_iterable(epochs)
+    bar = tqdm(groups, f"{model.name} seed {seed}", steps, leave=False, disable=None)
     model.train()
     for step, group in enumerate(bar, 1):
         # The learning rate: each layer has its own peak, all rise and fall together.
@@ -955,17 +947,9 @@ def record(name, evaluations, began, model, args, facts):
         metrics = task.score(labels, predictions)
         constant = task.score(labels, [answer] * len(labels))
         majority = constant.get("accuracy", constant.get("em", 0.0))
-        found.append(
-            {
-                **facts,
-                "task": where,
-                "metrics": metrics,
-                "constant": constant,
-                "majority": majority,
-                "one_class": len(set(predictions)) == 1,
-                "seconds": time.time() - began,
-            }
-        )
+        row = {**facts, "task": where, "metrics": metrics, "constant": constant}
+        row |= {"majority": majority, "one_class": len(set(predictions)) == 1}
+        found.append({**row, "seconds": time.time() - began})
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         print(
             f"{where} seed {facts['seed']} lr {facts['lr']}: {shown} (majority {majority:.4f}), "
@@ -1203,21 +1187,9 @@ def run_task(name, starts, args, progress):
             began = time.time()
             model = make_model(start, name, chosen.length, seed, chosen.probe).to(args.device)
             train_one(model, rows, chosen, lr, seed, args)
-            new = record(
-                name,
-                evaluations,
-                began,
-                model,
-                args,
-                {
-                    **vars(chosen),
-                    "seed": seed,
-                    "lr": lr,
-                    "ckpt": start["source"],
-                    "step": start["step"],
-                    "n_train": len(train),
-                },
-            )
+            facts = {**vars(chosen), "seed": seed, "lr": lr, "n_train": len(train)}
+            facts |= {"ckpt": start["source"], "step": start["step"]}
+            new = record(name, evaluations, began, model, args, facts)
             results += new
             first, *_ = new[0]["metrics"].values()
             if first > best[0]:
@@ -1236,14 +1208,8 @@ def run_tuned(name, args):
     start, model = load_tuned("mnli" if name == "ax" else name, args)
     print(f"{name}: from {start['source']}; length {model.length}")
     _, evaluations = read_task(name, args)
-    results = record(
-        name,
-        evaluations,
-        time.time(),
-        model,
-        args,
-        {**start["row"], "ckpt": start["source"], "eval_only": True},
-    )
+    facts = {**start["row"], "ckpt": start["source"], "eval_only": True}
+    results = record(name, evaluations, time.time(), model, args, facts)
     if args.predict or name == "ax":
         write_predictions(name, model, args)
     return results

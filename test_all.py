@@ -634,7 +634,7 @@ def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatc
     }
     assert found == str(renamed)
     assert data.prepare("cache/any name", "bpe", "").meta == corpus.meta
-    refuses("prepared with --tokenizer bpe", data.prepare, found, "gpt2", "")
+    refuses("made with --tokenizer bpe", data.prepare, found, "gpt2", "")
     for other in ({**corpus.meta, "documents": 9}, {**corpus.meta, "tokens": {}}):
         refuses("is not prepared in cache; --cache names", data.open_prepared, other, "cache")
 
@@ -3242,9 +3242,9 @@ def test_test_files_and_optional_ones(tmp_path, said):
     assert [line.split(":")[0] for line in said] == ["mnli-mm", "MNLI-m", "MNLI-mm"]
     assert "not there, left out" in said[0]
     (mnli / "dev_matched.tsv").unlink()
-    files = "train.tsv and dev_matched.tsv and dev_mismatched.tsv"
+    files = "train.tsv, dev_matched.tsv, dev_mismatched.tsv"
     refuses(f"dev_matched.tsv is not there: .* holds {files}$", finetune.read_task, "mnli", args)
-    refuses("train.tsv is not there: .* train.tsv and dev.tsv", finetune.read_task, "rte", args)
+    refuses("train.tsv is not there: .* train.tsv, dev.tsv", finetune.read_task, "rte", args)
 
 
 def test_hub_rows(monkeypatch):
@@ -3829,9 +3829,9 @@ def test_no_start_and_no_other_model_is_replaced(at_run, tmp_path, capsys, monke
         ("cola", "--seeds 2", "another command's: take another --out_dir, or remove it"),
         ("cola", "--recipe bert", "another command's"),
         ("cola", "--ckpt scratch", "another command's"),
-        ("cola", f"--ckpt {cola}", "is where this starts, .* another --out_dir"),
-        ("all", f"--ckpt {cola}", "finetuned-cola.pt is where this starts"),
-        ("all", f"--ckpt '{tmp_path}/*.pt'", "finetuned-cola.pt is where this starts"),
+        ("cola", f"--ckpt {cola}", "is what this starts from: take another --out_dir"),
+        ("all", f"--ckpt {cola}", "finetuned-cola.pt is what this starts from"),
+        ("all", f"--ckpt '{tmp_path}/*.pt'", "finetuned-cola.pt is what this starts from"),
     ):
         assert re.search(says, one_line(capsys, run_finetune, tmp_path, task, learn, flags))
         assert cola.read_bytes() == before and names_in(tmp_path) == {cola.name, ".cola.lock"}
