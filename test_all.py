@@ -543,9 +543,7 @@ def test_long_documents_are_cut_without_loss():
         ("x.jsonl", "", "no file with text in it"),
         ("x.jsonl", '{"text": "only one"}\n', "at least 2"),
         ("x.jsonl", '{"body": "a"}\n{"body": "b"}\n', "no column 'text'"),
-        ("x.txt", "w", "at least 2"),
         ("x.jsonl", "not json at all {", "cannot be read"),
-        ("x.txt", "\n" * 100_000, "at least 2"),
         ("x.jsonl", '{"text": ""}\n{"text": "  "}\n', "at least 2"),
     ],
 )
@@ -556,7 +554,7 @@ def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
     assert left <= {"tokenizer.json", ".lock"}, "nothing half-written"
 
 
-@pytest.mark.parametrize("dataset", ["", " ", "no/such*", "none.jsonl", "a/b.txt.gz"])
+@pytest.mark.parametrize("dataset", ["", "no/such*", "none.jsonl", "a/b.txt.gz"])
 def test_a_name_that_is_no_data_set_is_refused_at_once(dataset):
     says = "no file with text in it .* takes docs, wikibooks"
     refuses(says, data.find_source, dataset, "text", None)
@@ -613,6 +611,7 @@ def test_finished_data_needs_nothing(corpus_file, cache, corpus, monkeypatch):
 def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatch):
     """And tokens that lie prepared are found when the text is gone and their folder renamed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "EDGE", 64)
     write_corpus("t.jsonl", 20)
     corpus = data.prepare("t.jsonl", "bpe", "cache")
     os.utime("t.jsonl", (1, 1))
@@ -712,25 +711,21 @@ def test_the_longest_tokens_are_not_fillers(said):
 JSON_LINES = [
     '{"text": "some words"}',
     '{"text": null}',
-    '{"text": 7}',
     '{"title": "t"}',
     "[1]",
     "",
     "{",
     "7",
-    "null",
-    '"text"',
     "\x00",
-    '{"text": "\\u0000 \\ud83d"}',
-    "[" * 99_999,
 ]
+JSON_LINES += ['{"text": "\\u0000 \\ud83d"}', "[" * 99_999]
 ANY_LINES = st.lists(st.sampled_from(JSON_LINES), max_size=5).map("\r\n".join)
 ANY_TEXT = st.text(max_size=200) | ANY_LINES
 
 
 @given(content=st.binary(max_size=300) | ANY_TEXT.map(lambda t: t.encode("utf-8", "surrogatepass")))
 @settings(max_examples=60, deadline=None)
-@pytest.mark.parametrize("kind", "txt txt.gz txt.xz txt.bz2 json jsonl.gz csv parquet".split())
+@pytest.mark.parametrize("kind", "txt txt.xz jsonl.gz csv parquet".split())
 def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_factory):
     file = tmp_path_factory.mktemp("fuzz") / f"x.{kind}"
     file.write_bytes(content)
@@ -741,18 +736,11 @@ def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_facto
         assert kind != "txt"
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.md"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
-    (tmp_path / name).write_bytes("\ufefftext".encode())
-    assert list(data.file_documents(str(tmp_path / name), "text")) == ["text"]
-
-
 def test_texts_that_are_hardly_text(tmp_path):
-    """NULs and broken UTF-8 pass; one endless line is cut."""
+    """NULs and halves of characters pass; one endless line is cut."""
     broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
     contents = {
         "0.txt": (b"a\0b c\n\n" * 9, 9),
-        "1.txt": (b"caf\xe9 \xff\n\n" * 9, 9),
         "2.txt": (b"word " * 200_000, 10),
         "3.jsonl": (broken * 9, 9),
     }
@@ -775,6 +763,7 @@ ANY_JSON = st.recursive(
     encoding=st.sampled_from(["utf-8", "utf-8", "utf-16"]),
 )
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
 def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, corpus):
     """A value of another type, a key that is missing, a file that is cut short or no UTF-8."""
@@ -3091,18 +3080,12 @@ def squad_by_hand(golds, text):
 @pytest.mark.parametrize(
     "golds, text, em, f1",
     [
-        (["the cat"], "Cat!", 1, 1),
         (["an owl, a fox"], "owl fox", 1, 1),
-        (["x"], "", 0, 0),
         ([], "", 1, 1),
-        ([], "x", 0, 0),
-        (["a b c", "b"], "b", 1, 1),
         (["b c d"], "c", 0, 0.5),
-        (["theatre"], "the atre", 0, 0),
         (["The"], "", 1, 1),
         (["c c d"], "c d d", 0, 2 / 3),
         (["$5.00"], "500", 1, 1),
-        (["area"], "are", 0, 0),
         (["Café  au\tla"], "café au la", 1, 1),
     ],
 )
@@ -3578,17 +3561,9 @@ def test_the_best_learning_rate_counts(said):
     runs, row = [], dict(seconds=1.0, one_class=False)
     for lr, values in ((1, (0.1, 0.2, 0.9)), (2, (0.3, 0.3, 0.4))):
         for seed, m in enumerate(values):
-            runs.append(
-                dict(
-                    row,
-                    ckpt="a",
-                    task="cola",
-                    lr=lr,
-                    seed=seed,
-                    metrics={"matthews": m},
-                    constant={"matthews": 0.0},
-                )
-            )
+            own = dict(ckpt="a", task="cola", lr=lr, seed=seed)
+            scores = dict(metrics={"matthews": m}, constant={"matthews": 0.0})
+            runs.append({**row, **own, **scores})
     assert finetune.best_runs(runs, statistics.median) == {("a", "cola"): runs[3:]}
     assert finetune.best_runs(runs, statistics.mean) == {("a", "cola"): runs[:3]}
     finetune.report(runs, finetune_args("--recipe", "tupe"))
@@ -3600,16 +3575,8 @@ def test_the_best_learning_rate_counts(said):
     # With --eval_only every task has its own file: averages are over a folder.
     args, runs = SimpleNamespace(recipe="electra", task="all", eval_only=True), []
     for task, metric in finetune.AVERAGES["P3"].items():
-        runs.append(
-            dict(
-                row,
-                task=task,
-                ckpt=f"out/finetuned-{task}.pt ({task})",
-                lr=1e-4,
-                metrics={metric: 0.5},
-                constant={metric: 0.0},
-            )
-        )
+        own = dict(task=task, ckpt=f"out/finetuned-{task}.pt ({task})", lr=1e-4)
+        runs.append({**row, **own, "metrics": {metric: 0.5}, "constant": {metric: 0.0}})
     finetune.report(runs, args)
     assert re.search(r"P3's average: 0.5000 +out\n", said())
 
@@ -3619,17 +3586,8 @@ def small_run(corpus_file, cache, tmp_path_factory):
     """A run with kept checkpoints, and official files of tasks that one word decides."""
     home, rng = tmp_path_factory.mktemp("finetune"), random.Random(0)
     glue = home / "glue"
-    run_train(
-        corpus_file,
-        cache,
-        home / "out" / "run",
-        "--steps",
-        "6",
-        "--keep_every",
-        "2",
-        "--block_size",
-        "32",
-    )
+    flags = "--steps 6 --keep_every 2 --block_size 32".split()
+    run_train(corpus_file, cache, home / "out" / "run", *flags)
     for name in ("cola", "mnli", "stsb"):
         task = finetune.TASKS[name]
         (glue / task.folder).mkdir(parents=True)
@@ -3699,22 +3657,8 @@ def test_finetune_learns_saves_and_repeats(at_run, tmp_path, capsys, said):
     rows = run_finetune(tmp_path, "cola", LEARN, "--lr 0.01 1e-7 --seeds 2 --predict")
     assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
     first = rows[0]
-    assert {
-        "task",
-        "seed",
-        "lr",
-        "metrics",
-        "majority",
-        "ckpt",
-        "seconds",
-        "recipe",
-        "epochs",
-        "n_train",
-        "batch_size",
-        "length",
-        "step",
-        "probe",
-    } <= first.keys()
+    keys = "task seed lr metrics majority ckpt seconds recipe epochs n_train batch_size length step"
+    assert {*keys.split(), "probe"} <= first.keys()
     assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2])
     assert first["constant"] == {"matthews": 0.0, "accuracy": first["majority"]}
     assert first["ckpt"] == "out/run" and rows[2]["one_class"]
@@ -3747,6 +3691,7 @@ def test_scratch_without_a_run_is_a_start_like_any_other(corpus, tmp_path, monke
     assert "--task cola --ckpt scratch --limit_train 99 --recipe bert --lr 0.0001" in card
 
 
+@pytest.mark.slow
 def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
     """All that is there is taken, MNLI's model predicts AX, files are as GLUE wants them."""
     rows = run_finetune(
@@ -3827,7 +3772,6 @@ def test_no_start_and_no_other_model_is_replaced(at_run, tmp_path, capsys, monke
     before = cola.read_bytes()
     for task, flags, says in (
         ("cola", "--seeds 2", "another command's: take another --out_dir, or remove it"),
-        ("cola", "--recipe bert", "another command's"),
         ("cola", "--ckpt scratch", "another command's"),
         ("cola", f"--ckpt {cola}", "is what this starts from: take another --out_dir"),
         ("all", f"--ckpt {cola}", "finetuned-cola.pt is what this starts from"),
@@ -3856,9 +3800,11 @@ def test_all_models_of_a_folder_are_scored_elsewhere(at_run, tmp_path):
     """--eval_only takes them from --ckpt, though results go to --out_dir."""
     learn = f"{LEARN} --epochs 1 --limit_train 9"
     rows = run_finetune(tmp_path / "models", "all", learn)
-    again = run_finetune(tmp_path / "new", "all", EVAL, "--ckpt", tmp_path / "models")
+    flags = EVAL, "--predict --ckpt", tmp_path / "models"
+    again = run_finetune(tmp_path / "new", "all", *flags)
     assert [row["metrics"] for row in again] == [row["metrics"] for row in rows]
-    assert names_in(tmp_path / "new") == set()
+    assert names_in(tmp_path / "new") == {"CoLA.tsv", "STS-B.tsv", "MNLI-m.tsv", "AX.tsv"}
+    assert set(submitted(tmp_path / "new" / "AX.tsv")) <= set(finetune.NLI), "MNLI's model says it"
 
 
 @pytest.mark.parametrize("name, probe", [("stsb", False), ("stsb", True), ("cola", False)])
@@ -3903,40 +3849,34 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     run_finetune(tmp_path, "cola", LEARN, "--epochs 1 --limit_train 9")
     whole, fc1 = finetune.read_checkpoint(file), "encoder.blocks.0.fc1.weight"
     finetune.load_tuned("cola", args)
-    for place in (
-        "model",
-        "config",
-        "tokenizer",
-        "task",
-        "length",
-        "row",
-        "row lr",
-        "row seed",
-        "config d_model",
-        "config max_len",
-        "tokenizer pat_str",
-        f"model {fc1}",
+    for place, junk in (
+        ("row", None),
+        ("row lr", 1j),
+        ("config d_model", "wide"),
+        ("tokenizer pat_str", None),
+        (f"model {fc1}", None),
     ):
-        for junk in (None, 1j):
-            broken, (*outer, last) = copy.deepcopy(whole), place.split()
-            inner = broken[outer[0]] if outer else broken
-            inner.pop(last)
-            if junk is not None:
-                inner[last] = junk
-            torch.save(broken, file)
-            refuses("finetuned-cola.pt", finetune.load_tuned, "cola", args)
+        broken, (*outer, last) = copy.deepcopy(whole), place.split()
+        inner = broken[outer[0]] if outer else broken
+        inner.pop(last)
+        if junk is not None:
+            inner[last] = junk
+        torch.save(broken, file)
+        refuses("finetuned-cola.pt", finetune.load_tuned, "cola", args)
     start = finetune.read_start("out/run", "")
     del start["model"][fc1]
     refuses(f"missing {fc1}", finetune.make_model, start, "cola", 32, 0)
 
 
-def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch, really):
     """The flag compiles, once for all lengths. (The tracer alone: the rest is train.py's.)"""
     seen, compiled = [], torch.nn.Module.compile
 
     def compile(self, **how):
         seen.append(how)
-        compiled(self, backend="eager", **how)
+        if really:
+            compiled(self, backend="eager", **how)
 
     monkeypatch.setattr(finetune, "can_compile", lambda device: True)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
@@ -3998,34 +3938,21 @@ def test_bag_of_words(at_run, tmp_path):
         ("cola --length 2", "--length"),
         ("cola --data_dir {tmp}", "has no rows"),
         ("cola --ckpt nowhere", "no checkpoint at nowhere"),
-        ("cola --ckpt x*.pt", "no checkpoint at x*.pt"),
         ("docs --predict", "no test rows"),
         ("cola --eval_only", "finetuned-cola.pt: python finetune.py --task cola makes one"),
         ("cola --eval_only --ckpt out/run/ckpt.pt", "no model fine-tuned on cola"),
-        ("cola --eval_only --ckpt out/run/ckpt_*.pt", "no model fine-tuned on cola"),
-        ("cola --eval_only --ckpt scratch", "no model fine-tuned on cola at scratch"),
         ("mnli --ckpt {tmp} --predict_text a|||b", "no model fine-tuned on mnli"),
         ("all --eval_only", "no model fine-tuned on cola"),
-        ("ax --out_dir {tmp}", "mnli at {tmp}"),
         ("ax --ckpt scratch", "no model fine-tuned on mnli at scratch"),
-        ("ax --ckpt bow", "to learn"),
-        ("ax --ckpt out/run/ckpt_*.pt", "no model fine-tuned on mnli"),
         ("all --ckpt bow", "one task"),
         ("cola --ckpt bow --predict_text a", "no model"),
         ("squad --ckpt bow", "classes"),
         ("all --data_dir {tmp}/MNLI", "nothing of GLUE"),
         ("ax --predict_text a", "for ax: mnli"),
         ("cola --predict_text a|||b", "takes 1 text(s)"),
-        ("cola --predict_text=", "takes 1 text(s)"),
         ("squad --predict_text who|||", "takes 2 text(s)"),
-        ("cola --epochs 10001", "[1, 10000]"),
         ("cola --seeds 0", "[1, 1000]"),
-        ("cola --seeds 1001", "[1, 1000]"),
         ("cola --lr 1 0", "1e9)"),
-        ("cola --lr 1e30", "(0, 1e9)"),
-        ("cola --limit_train 0", "[1, 1e9]"),
-        ("cola --length 100001", "[1, 100000]"),
-        ("cola --batch_size 9999999", "[1, 1e6]"),
     ],
 )
 def test_finetune_mistakes(at_run, tmp_path, capsys, monkeypatch, flags, says):
@@ -5345,12 +5272,10 @@ def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
 GOES_OUT = {
     "none": "roberta",
     "abs": "roberta",
-    "bert_a": "roberta",
     "sin": "roberta",
     "lsin": "roberta",
     "t5": "mpnet",
     "abs+t5": "mpnet",
-    "bert_r": "mpnet",
     "sin+t5": "mpnet",
     "t5+lsin": "mpnet",
     "rope": "roformer",
@@ -5457,7 +5382,7 @@ def apart(model, theirs, order, L):
     return max(float((a - b)[~pad].abs().max()) for a, b in found)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_roberta_comes_in_exactly(hugging, roberta, imported, again):
     found = roberta(C=48, n_layer=5, H=4, L=9, eps=1e-3) if again else imported
     model, order = probe.load_pretraining(found.run), roberta.order
@@ -5482,6 +5407,7 @@ def out_again(imported, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
     hf.main(["import", str(out_again), str(tmp_path / "again")])
     before, after = weights(imported.run), weights(tmp_path / "again")
@@ -5492,6 +5418,7 @@ def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
     assert command in (out_again / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys):
     run = imported.run
     probe.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
@@ -5526,18 +5453,9 @@ def random_run(hugging, corpus, tmp_path):
         encoder.tokenizer = tiktoken.Encoding(**arguments)
         shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
         (tmp_path / "run").mkdir(exist_ok=True)
-        torch.save(
-            {
-                "args": args,
-                "config": vars(encoder.config),
-                "data": {"dataset": "some text"},
-                "step": 7,
-                "tokenizer": arguments,
-                "tokenizer_hash": "",
-                "model": model.state_dict(),
-            },
-            tmp_path / "run" / "ckpt.pt",
-        )
+        facts = {"args": args, "config": vars(encoder.config), "data": {"dataset": "some text"}}
+        facts |= {"step": 7, "tokenizer": arguments, "tokenizer_hash": ""}
+        torch.save({**facts, "model": model.state_dict()}, tmp_path / "run" / "ckpt.pt")
         return model
 
     make.export = lambda file="run": hf.main(
@@ -5546,7 +5464,13 @@ def random_run(hugging, corpus, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("pe", [*PE_NAMES, "sin+t5", "t5+lsin", "abs+rope", "rope+t5", "sin+rel_k"])
+def slow_unless(quick, names):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(
+    "pe", [*slow_unless(("abs", "t5", "rope"), GOES_OUT), "rel_k", "tupe_r", "rope+t5"]
+)
 def test_what_goes_out_computes_the_same(hugging, random_run, tmp_path, capsys, pe):
     """Read again by the class that the folder names, and by AutoModel. All else is refused."""
     model, folder = random_run(pe), tmp_path / "theirs"
@@ -5589,13 +5513,10 @@ def test_layers_with_the_norm_first_stay_here(random_run, tmp_path, monkeypatch,
     "pe, task, kind",
     [
         ("abs", "mnli", "Roberta"),
-        ("sin", "cola", "Roberta"),
         ("abs+t5", "stsb", "MPNet"),
-        ("none", "docs", "Roberta"),
         ("rope", "cola", None),
         ("abs", "squad", None),
         ("abs", "cola", "a probe"),
-        ("tupe_r", "cola", None),
     ],
 )
 def test_a_classifier_goes_out_with_its_labels(
@@ -5605,13 +5526,8 @@ def test_a_classifier_goes_out_with_its_labels(
     encoder, folder = random_run(pe).encoder, tmp_path / "theirs"
     model = finetune.Classifier(encoder, task, 40, kind == "a probe").eval()
     torch.nn.init.normal_(model.head[-1].weight)
-    row = {
-        "task": task,
-        "ckpt": "some run/tuned.pt (rte)",
-        "seed": 0,
-        **HOW,
-        "metrics": {"accuracy": 0.625},
-    }
+    row = {"task": task, "ckpt": "some run/tuned.pt (rte)", "seed": 0, **HOW}
+    row["metrics"] = {"accuracy": 0.625}
     finetune.save_model(tmp_path / "tuned.pt", model, weights(tmp_path / "run"), row)
     if kind not in ("Roberta", "MPNet"):
         assert exit_code(random_run.export, "tuned.pt") == 2 and not folder.exists()
@@ -5658,29 +5574,10 @@ def test_the_model_card(random_run, tmp_path, command):
 
 # ----- the tokenizer
 
-PIECES = [
-    *WORDS[:9],
-    " quick",
-    " lazy",
-    "é東",
-    " capital",
-    "'ll",
-    "I'M",
-    " ",
-    "\n",
-    "\t",
-    "\xa0",
-    "\u3000",
-    "2",
-    "²",
-    "٣",
-    "\U0001f600",
-    "\x1c",
-    "\x85",
-    "e\u0301",
-    "_",
-    "[",
-]
+PIECES = (
+    " quick| lazy|é東| capital|'ll|I'M| |\n|\t|\xa0|\u3000|2|²|٣|\U0001f600|\x1c|\x85|e\u0301|_|["
+)
+PIECES = [*WORDS[:9], *PIECES.split("|")]
 ANY_TEXT = st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
 
 
@@ -5715,6 +5612,7 @@ def test_tokenizer_json_cuts_as_tiktoken_does(hugging, random_run, tmp_path):
     assert len(theirs) == ours.n_vocab and theirs.model_max_length == 140
 
 
+@pytest.mark.slow
 def test_tokenizer_json_of_gpt2(hugging, out_again):
     theirs = hugging.AutoTokenizer.from_pretrained(out_again)
     check_tokenizer(tiktoken.Encoding(**data.encoding_arguments(data.gpt2_state())), theirs)
@@ -5736,17 +5634,9 @@ def refused(direction, source, target, capsys):
     "change, says",
     [
         (dict(hidden_act="relu"), "its hidden_act is relu"),
-        (
-            dict(position_embedding_type="relative_key"),
-            "its position_embedding_type is relative_key",
-        ),
-        (dict(tie_word_embeddings=False), "its tie_word_embeddings is False"),
-        (dict(pad_token_id=0), "its pad_token_id is 0"),
-        (dict(type_vocab_size=2), "its type_vocab_size is 2"),
         (dict(model_type="bert"), "its model_type is bert"),
         (dict(model_type="a new one"), "cannot be read"),
         (dict(num_hidden_layers=2), "missing roberta.encoder.layer.1"),
-        (dict(intermediate_size=17), "cannot be read"),
     ],
     ids=str,
 )
@@ -5762,7 +5652,6 @@ def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says
     "key, says",
     [
         ("roberta.encoder.layer.0.output.dense.bias", "missing"),
-        ("lm_head.layer_norm.weight", "missing"),
         ("roberta.encoder.layer.0.adapter.weight", "extra"),
     ],
 )
@@ -5778,6 +5667,7 @@ def test_a_missing_or_an_extra_tensor(imported, tmp_path, capsys, key, says):
     assert f"RoBERTa: {says} {key}\n" in refused("import", folder, tmp_path / "run", capsys)
 
 
+@pytest.mark.slow
 def test_damage_and_other_tokens_are_refused(imported, tmp_path, capsys):
     run, folder = tmp_path / "run", shutil.copytree(imported.folder, tmp_path / "edited")
     assert "cannot be read" in refused("import", tmp_path / "nowhere", run, capsys)
