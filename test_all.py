@@ -620,7 +620,11 @@ def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatc
     for dataset in ("t.jsonl", "./t.jsonl", f"{tmp_path}/*.jsonl", "elsewhere/t.jsonl"):
         assert data.prepare(dataset, "bpe", "cache").folder == corpus.folder
     whole = Path("t.jsonl").read_text()
-    for changed in (whole[:-9] + whole[-9:].upper(), whole.replace("t0", "tX"), whole + " "):
+    for changed in (
+        whole[:-9] + whole[-9:].upper(),
+        whole.replace("t0", "tX"),
+        f"{whole[:500]}a{whole[500:]}",
+    ):
         Path("t.jsonl").write_text(changed)
         assert data.find_source("t.jsonl", "text", "").name not in str(corpus.folder)
     Path("t.jsonl").unlink()
