@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,16 +369,24 @@ def git_commit():
 
 
 class Signals:
-    """SIGTERM and SIGINT ask for a stop after the step; a second one leaves at once."""
+    """SIGTERM and SIGINT ask for a stop after the step; a second one leaves at once.
+
+    At the end of a `with` they do again what they did before. Python hands signals to its main
+    thread alone: in another one nothing changes.
+    """
 
     def __init__(self):
         self.received, self.before = None, {}
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.before[number] = signal.signal(number, self)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self.before[number] = signal.signal(number, self)
 
-    def restore(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
 
     def __call__(self, number, frame):
         if self.received:
@@ -389,38 +398,40 @@ class Signals:
 # Files
 
 
-def write_json(file, value):
-    write_aside(file, lambda handle: handle.write(json.dumps(value).encode()))
+@contextlib.contextmanager
+def written_aside(file, previous=None):
+    """What is written to the handle becomes the file when all is on the disk: it is whole at every
+    moment. What was there stays as `previous`, if that is named.
 
-
-def write_torch(file, value, previous=None):
-    """torch.save, aside; what was there stays as `previous`, if that is named."""
-
-    def save(handle):
-        try:
-            torch.save(value, handle)
-        except RuntimeError as error:  # what torch makes of a full disk
-            raise OSError(f"{file} cannot be written: {error}") from None
-
-    write_aside(file, save, previous)
-
-
-def write_aside(file, write, previous=None):
-    """Write a file aside, flush it to disk, then rename it: it is whole at every moment."""
-    file = Path(file)
-    aside, link = [file.with_name(f"{name}.{os.getpid()}.tmp") for name in (file.name, "ckpt_prev")]
+    What a killed process left aside has the same name, and is written over. Several that may write
+    the same file need a lock.
+    """
+    aside, link = Path(f"{file}.tmp"), Path(f"{previous or file}.tmp")
     try:
         with open(aside, "wb") as handle:
-            write(handle)
+            yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        if previous and file.exists():
+        if previous and os.path.exists(file):
             second_name(file, link)  # a link, so that the file itself never goes away
             os.replace(link, previous)
         os.replace(aside, file)
     finally:
         aside.unlink(missing_ok=True)
         link.unlink(missing_ok=True)
+
+
+def write_json(file, value):
+    with written_aside(file) as handle:
+        handle.write(json.dumps(value).encode())
+
+
+def write_torch(file, value, previous=None):
+    with written_aside(file, previous) as handle:
+        try:
+            torch.save(value, handle)
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise OSError(f"{file} cannot be written: {error}") from None
 
 
 def second_name(file, target):
@@ -454,17 +465,20 @@ def read_rows(file):
     return [row for row in rows if isinstance(row, dict)]
 
 
-def lock(folder):
-    """Two runs in one folder would overwrite each other's checkpoints -> the open lock, which ends
-    with the process. Raises ValueError."""
-    handle = open(folder / ".lock", "w")
+def lock(folder, work="training", name=".lock", wait=False):
+    """Two processes at the same work in one folder would overwrite each other's files -> the open
+    lock, which ends when it is closed, or with the process. Where another process has it: waits for
+    that one, or raises ValueError."""
+    handle = open(Path(folder, name), "w")
+    busy = f"another process is {work} in {folder}"
     if fcntl:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another process is training in {folder}: wait for it, or name another --out_dir"
-            ) from None
+            if not wait:
+                raise ValueError(f"{busy}: wait for it, or name another --out_dir") from None
+            print(f"{busy}: waiting for it", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:  # some network file systems have no locks
             print(f"no lock on {folder} ({error}): do not start a second run there")
     return handle

@@ -4,6 +4,7 @@
     python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe     # files: txt, jsonl, csv,
                                                                     # parquet; gz, xz, bz2
     python data.py --dataset wikibooks --tokenizer gpt2     # Wikipedia and BookCorpus, from the hub
+    python data.py --dataset cache/docs-ce496215d1b7-bpe    # a folder that is prepared already
 
 train.py calls the same code when the data is not there yet. Three stages, each skipped when its
 result exists:
@@ -24,6 +25,7 @@ import bz2
 import collections
 import contextlib
 import csv
+import functools
 import glob
 import gzip
 import hashlib
@@ -40,13 +42,13 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import regex  # comes with tiktoken: the same syntax as its patterns
@@ -54,6 +56,7 @@ import tiktoken
 import torch
 from tqdm import tqdm  # comes with datasets
 
+import common
 from common import Parser, check_settings, one_line_errors, read_json, setting, write_json
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -64,6 +67,7 @@ SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare
 PIECE = 100_000  # characters tokenized at once: bounds memory for endless lines
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
 AHEAD = 2_000_000  # characters read ahead of the tokenizer: bounds memory
+EDGE = 65_536  # bytes of either end of a file that tell it from others
 BOOKS_ROWS = 1000  # BookCorpus mirrors hold a sentence a row: so many make a document
 PATIENCE = 15  # seconds in which the hub must answer
 EVAL_ROWS, EVAL_BATCH = 512, 32  # fixed rows on which every run is validated
@@ -74,7 +78,9 @@ class DataConfig:
     """Where text comes from; all fields are flags."""
 
     dataset: str = setting(
-        "docs", "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), or a hub name[:config]"
+        "docs",
+        "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), a prepared folder, or a hub "
+        "name[:config]",
     )
     tokenizer: str = setting(
         "bpe", "bpe: trained on the corpus; gpt2: through tiktoken", ("bpe", "gpt2")
@@ -109,11 +115,14 @@ def find_source(dataset, text_column, books):
     found = glob.glob(name, recursive=True) or [name]  # which may have brackets
     if files := sorted(f for f in found if os.path.isfile(f) and os.path.getsize(f)):
         return files_source(files, text_column)
-    a_file = Path(dataset).suffix in (*READERS, *OPENERS)
-    if a_file or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
+    if os.path.isdir(name) and dataset != "wikibooks":
+        kinds = [Path(file).suffix for file in sorted(os.listdir(name)) if any(endings(file))]
+        files = os.path.join(name, f"*{statistics.mode(kinds or ['.txt'])}")
+        raise ValueError(f"--dataset {dataset} is a folder: name its files, {files!r}")
+    if any(endings(dataset)) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
         raise FileNotFoundError(
-            f"no file with text in it matches {dataset!r}; --dataset takes "
-            "docs, wikibooks, 'path/*.jsonl' or the name of a hub data set"
+            f"no file with text in it matches {dataset!r}; --dataset takes docs, wikibooks, "
+            "'path/*.jsonl', a prepared folder or the name of a hub data set"
         )
     return hub_source(dataset, text_column, books)
 
@@ -186,36 +195,57 @@ def docs_versions():
 # --------------------------------------------------------------------------------------------------
 # Documents: local files
 
+NO_UTF8 = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of bytes that are none
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 
 
 def files_source(files, text_column):
-    """Local files -> Source; they are read when asked for. Raises OSError."""
-    stats, parts = [], []
+    """Local files -> Source; they are read when asked for. A file is known by its name, its size
+    and its two ends, wherever it lies and whenever it was touched. Raises OSError."""
+    names, parts, digest = list(map(os.path.basename, files)), [], hashlib.sha256()
+    digest.update(json.dumps([names, text_column]).encode())
     for file in files:
-        stat = os.stat(file)
-        stats.append((os.path.basename(file), stat.st_size, stat.st_mtime_ns))
-        ratio = 3.5 if Path(file).suffix in (*OPENERS, ".parquet") else 1  # of compressed English
-        parts.append((partial(file_documents, file, text_column), ratio * stat.st_size))
-    about = {"files": [name for name, *_ in stats], "text_column": text_column}
-    digest = short_hash(json.dumps([stats, text_column]))
-    return Source(f"files-{digest}", about, lambda: parts)
+        kind, packed = endings(file)
+        with open(file, "rb") as handle:
+            size = handle.seek(0, os.SEEK_END)
+            digest.update(str(size).encode())
+            for place in (0, max(0, size - EDGE)):
+                handle.seek(place)
+                digest.update(handle.read(EDGE))
+        ratio = 3.5 if packed or kind == ".parquet" else 1  # of compressed English
+        parts.append((partial(file_documents, file, text_column), ratio * size))
+    about = {"files": names, "text_column": text_column, "hash": digest.hexdigest()[:12]}
+    return Source(f"files-{about['hash']}", about, lambda: parts)
+
+
+def endings(name):
+    """What a file's name says of its kind and of its compression -> ".jsonl", ".xz"; "" where it
+    says nothing that is known."""
+    path = Path(name.lower())
+    packed = path.suffix if path.suffix in OPENERS else ""
+    kind = Path(path.stem).suffix if packed else path.suffix
+    return kind if kind in READERS else "", packed
 
 
 def file_documents(file, text_column):
     """Texts of one local file. Raises ValueError if it cannot be read."""
-    path = Path(file)
-    kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
-    if kind not in READERS:
-        raise ValueError(
-            f"{file}: unknown kind of file; known are {', '.join(READERS)}, each also "
-            "with .gz, .xz or .bz2"
-        )
-    newline = "" if kind == ".csv" else None
-    with OPENERS.get(path.suffix, open)(
-        file, "rt", encoding="utf-8-sig", errors="replace", newline=newline
+    kind, packed = endings(file)
+    if not kind:
+        known = ", ".join([*READERS, *OPENERS])
+        raise ValueError(f"{file}: unknown kind of file; known endings are {known}")
+    newline, broken = "" if kind == ".csv" else None, 0
+    with OPENERS.get(packed, open)(
+        file, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline
     ) as handle:
-        yield from column(READERS[kind](handle), text_column, file)
+        for text in column(READERS[kind](handle), text_column, file):
+            text, n = NO_UTF8.subn("\ufffd", text)
+            broken += n
+            yield text
+    if broken:
+        say_once(f"note: {file} is not UTF-8: {broken:,} of its bytes became U+FFFD, no letter")
+
+
+say_once = functools.cache(print)  # files are read twice: for the BPE, and for the tokens
 
 
 def text_rows(handle):
@@ -301,11 +331,9 @@ def hub_source(dataset, text_column, books):
 def hub_part(name, config, join, text_column):
     """A data set of the hub, streamed. Says beforehand what will be downloaded."""
     from datasets import load_dataset, load_dataset_builder
-    from huggingface_hub import HfApi, constants
 
     try:
-        if not (os.path.isdir(name) or constants.HF_HUB_OFFLINE):
-            in_time(HfApi().dataset_info, name)
+        ask_the_hub()
         info = load_dataset_builder(name, config).info
     except Exception as error:
         raise ValueError(
@@ -325,6 +353,18 @@ def hub_part(name, config, join, text_column):
         return texts if join == 1 else iter(lambda: "\n".join(itertools.islice(texts, join)), "")
 
     return documents, text
+
+
+def ask_the_hub():
+    """Where the hub does not answer, its libraries shall take what they have stored, or fail."""
+    import datasets
+    from huggingface_hub import constants, utils
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            in_time(utils.get_session().head, constants.ENDPOINT)
+        except Exception:
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
 
 
 def in_time(function, *args):
@@ -381,10 +421,11 @@ def train_bpe(words, n_ids):
 
 
 def bpe_state(parts):
-    """Train the corpus's own BPE on a sample that takes equally from each of its parts."""
-    words = collections.Counter()
-    for documents, _ in parts:
-        left = BPE_SAMPLE // len(parts)
+    """Train the corpus's own BPE on a sample that takes from each of its parts by its size, or
+    equally where a size is not known."""
+    words, sizes = collections.Counter(), [size for _, size in parts]
+    for documents, size in parts:
+        left = int(BPE_SAMPLE * size / sum(sizes) if all(sizes) else BPE_SAMPLE / len(parts))
         for text in tqdm(documents(), desc="bpe: counting words", unit=" documents", leave=False):
             words.update(regex.findall(GPT2_PATTERN, text[:left]))
             left -= len(text)
@@ -392,9 +433,9 @@ def bpe_state(parts):
                 break
     short = {w.encode("utf-8", "replace"): n for w, n in words.items() if len(w) <= BPE_WORD}
     ranks = train_bpe(short, BPE_IDS)
+    longest = [repr(token.decode("utf-8", "replace")) for token in sorted(ranks, key=len)[-4:]]
     # A tiny corpus: fill up, so that the specials' ids do not move.
     ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]
-    longest = [repr(token.decode("utf-8", "replace")) for token in sorted(ranks, key=len)[-4:]]
     print(
         f"bpe: {BPE_IDS:,} ids from {len(words):,} different words; the longest: "
         f"{', '.join(longest)}"
@@ -431,12 +472,8 @@ def encoding_arguments(state):
     """The arguments of tiktoken.Encoding; checkpoints hold them, so a run is usable without its
     corpus."""
     ranks = {token.encode("latin-1"): rank for rank, token in enumerate(state["ranks"])}
-    return {
-        "name": state["name"],
-        "pat_str": state["pattern"],
-        "mergeable_ranks": ranks,
-        "special_tokens": state["specials"],
-    }
+    named = {"name": state["name"], "pat_str": state["pattern"]}
+    return {**named, "mergeable_ranks": ranks, "special_tokens": state["specials"]}
 
 
 def pieces(text):
@@ -475,19 +512,15 @@ class Corpus:
         """Rows [CLS] x_1 .. x_(L-2) [SEP] at `index` (n,) -> (n, L) int64. Raises OSError if the
         file was damaged under the run."""
         stream, n, file = getattr(self, split), L - 2, self.folder / f"{split}.bin"
-        V = self.meta["vocab_size"]
+        V, remedy = self.vocab_size, f"delete {self.folder} and prepare it again"
         if os.path.getsize(file) < stream.nbytes:  # reading on would be a SIGBUS
-            raise OSError(
-                f"{file} was cut short under the run: delete {self.folder} and prepare it again"
-            )
+            raise OSError(f"{file} was cut short under the run: {remedy}")
         whole = stream[: len(stream) // n * n].reshape(-1, n)
         out = np.empty((len(index), L), np.int64)
         out[:, 1:-1] = whole[index]
         out[:, 0], out[:, -1] = V - 8, V - 6  # [CLS] .. [SEP]
         if out.max(initial=0) >= V:
-            raise OSError(
-                f"{file} has ids beyond the vocabulary: delete {self.folder} and prepare it again"
-            )
+            raise OSError(f"{file} has ids beyond the vocabulary: {remedy}")
         return out
 
 
@@ -534,6 +567,13 @@ def prepare(
 ) -> Corpus:
     """Text -> tokens on disk, whatever is already there skipped -> Corpus. Raises ValueError,
     OSError."""
+    folder = Path(os.path.expanduser(dataset))
+    if os.path.isfile(folder / "meta.json"):
+        corpus = open_corpus(folder)
+        if corpus.meta["tokenizer"] != tokenizer:
+            name = corpus.meta["tokenizer"]
+            raise ValueError(f"{folder} was made with --tokenizer {name}: give that flag")
+        return corpus
     if dataset == "docs":
         if folder := prepared_docs(cache, tokenizer):
             return open_corpus(folder)
@@ -543,23 +583,22 @@ def prepare(
     if not (folder / "meta.json").exists():
         parts = source.parts()
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / "tokenizer.json").exists():
-            state = gpt2_state() if tokenizer == "gpt2" else bpe_state(parts)
-            write_json(folder / "tokenizer.json", state)
-        if source.docs:
-            write_json(folder / "docs.json", {"every": source.val_every, "rows": source.docs})
-        with one_remedy(folder):
-            state = read_tokenizer(folder)
-        tokenize(source, parts, state, folder, dataset)
+        with common.lock(folder, "preparing data", wait=True):
+            if not (folder / "meta.json").exists():  # nor made while this one waited
+                make_corpus(source, parts, tokenizer, folder, dataset)
     return open_corpus(folder)
 
 
-def find_prepared(meta, cache):
-    """-> the prepared corpus whose meta.json says just this, or None."""
-    for file in Path(cache).glob("*/meta.json"):
-        with contextlib.suppress(ValueError, OSError):
-            if read_json(file) == meta:
-                return open_corpus(file.parent)
+def make_corpus(source, parts, tokenizer, folder, dataset):
+    """The stages, in a folder that is locked."""
+    if not (folder / "tokenizer.json").exists():
+        state = gpt2_state() if tokenizer == "gpt2" else bpe_state(parts)
+        write_json(folder / "tokenizer.json", state)
+    if source.docs:
+        write_json(folder / "docs.json", {"every": source.val_every, "rows": source.docs})
+    with one_remedy(folder):
+        state = read_tokenizer(folder)
+    tokenize(source, parts, state, folder, dataset)
 
 
 def prepared_docs(cache, tokenizer):
@@ -576,26 +615,20 @@ def tokenize(source, parts, state, folder, dataset):
     'complete'."""
     encoding, sep = tiktoken.Encoding(**encoding_arguments(state)), state["specials"]["[SEP]"]
     lengths = {"train": 0, "val": 0}
-    meta = {
-        "dataset": dataset,
-        "source": source.about,
-        "tokenizer": state["name"],
-        "documents": 0,
-        "characters": 0,
-        **determined(state, lengths),
-    }
+    meta = {"dataset": dataset, "source": source.about, "tokenizer": state["name"]}
+    meta |= {"documents": 0, "characters": 0, **determined(state, lengths)}
     texts = itertools.chain.from_iterable(documents() for documents, _ in parts)
     total = sum(size for _, size in parts) or None
     with (
-        TemporaryDirectory(dir=folder) as aside,
+        common.written_aside(folder / "train.bin") as train,
+        common.written_aside(folder / "val.bin") as val,
         tqdm(total=total, unit="B", unit_scale=True, desc=f"tokens: {dataset[-30:]}") as bar,
     ):
-        files = {split: open(Path(aside, split), "wb") for split in lengths}
         for text, ids in encoded(filter(str.strip, texts), encoding):
             # The second one already is for validation.
             split = "val" if meta["documents"] % source.val_every == 1 else "train"
             stream = np.fromiter(itertools.chain(*ids, [sep]), meta["dtype"])
-            stream.tofile(files[split])
+            stream.tofile(val if split == "val" else train)
             lengths[split] += len(stream)
             meta["documents"] += 1
             meta["characters"] += len(text)
@@ -605,9 +638,6 @@ def tokenize(source, parts, state, folder, dataset):
                 f"{dataset}: {meta['documents']} documents with text in it; at least "
                 "2 are needed, one to train on and one to validate on"
             )
-        for split, file in files.items():
-            file.close()
-            os.replace(file.name, folder / f"{split}.bin")
     write_json(folder / "meta.json", meta)
     print(
         f"tokens: {meta['documents']:,} documents, {lengths['train']:,} tokens to train on, "
@@ -648,6 +678,18 @@ def open_corpus(folder):
         if meta | known != meta:
             raise ValueError(f"meta.json does not say what the other files do: {known}")
     return Corpus(folder, meta, state, **streams)
+
+
+def open_prepared(meta, *places):
+    """The corpus that a checkpoint's `data` describes, in one of the places, each a cache or a
+    prepared folder; its text may be gone, and its folder have another name. Raises ValueError."""
+    for place in map(Path, places):
+        for file in (place / "meta.json", *sorted(place.glob("*/meta.json"))):
+            for found in common.read_rows(file):  # of one that is damaged there are none
+                if {**found, "dataset": meta["dataset"]} == meta:  # however it was asked for
+                    return open_corpus(file.parent)
+    text = f"the run's text ({meta['dataset']})"
+    raise ValueError(f"{text} is not prepared in {places[0]}; --cache names another place")
 
 
 def determined(state, lengths):

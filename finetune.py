@@ -49,6 +49,7 @@ from common import (
     can_compile,
     check_settings,
     keep_memory,
+    lock,
     newest_run,
     one_line_errors,
     pick_device,
@@ -59,7 +60,7 @@ from common import (
     stop,
     write_torch,
 )
-from data import DOCS_LIBRARIES, encoding_arguments, prepare
+from data import DOCS_LIBRARIES, ask_the_hub, encoding_arguments, prepare
 from fast import step_or_skip
 from model import Encoder, EncoderConfig, init_weights, warm_start
 
@@ -67,7 +68,7 @@ EVAL_TOKENS = 16384  # tokens of a batch when nothing is learned
 N_BEST = 20  # SQuAD, as BERT has it: candidates of a question,
 MAX_ANSWER = 30  # tokens of an answer
 MAX_QUESTION = 64  # and of a question
-HUB_SECONDS = 5  # how long each of the hub's addresses may take to answer
+DECISIVE = "ckpt data_dir limit_train freeze_encoder recipe seeds lr epochs batch_size length"
 LIBRARY_NAMES = re.compile(
     r"\b(python|pytorch|torch|numpy|np|pandas|pd|datasets?|hugging ?face)\b", re.IGNORECASE
 )
@@ -151,6 +152,9 @@ class Task(NamedTuple):
     dev: dict = {"": "validation"}
     test: dict = {"": "test"}  # unnamed: under the folder's name
     suffix: str = ".tsv"
+
+    def file(self, part):  # train, or the hub's name of another split
+        return part.replace("validation", "dev") + self.suffix
 
     def score(self, labels, predictions):
         return {name: float(metric(labels, predictions)) for name, metric in self.metrics.items()}
@@ -386,13 +390,9 @@ def hub_rows(name, split):
     """A split of the hub's data set, in the form the official files give. Raises ValueError without
     a network."""
     import datasets
-    from huggingface_hub import constants, utils
 
     task = TASKS[name]
-    try:
-        utils.get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)
-    except Exception:  # no answer: then from its cache or not at all, it would try for minutes
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    ask_the_hub()
     try:
         rows = datasets.load_dataset(task.repo, None if task.kind == "span" else name, split=split)
     except Exception as error:
@@ -442,14 +442,16 @@ def read_split(name, args, split):
         if not args.data_dir:
             found[key] = hub_rows(name, "test" if name == "ax" else part)
             continue
-        file = part.replace("validation", "dev") + task.suffix
-        path = Path(args.data_dir, task.folder, file)
+        path = Path(args.data_dir, task.folder, task.file(part))
         if task.kind == "span" and not path.exists():
-            path = Path(args.data_dir, file)  # SQuAD's files may lie in --data_dir itself
-        if not path.exists() and (is_test or found):
+            path = Path(args.data_dir, task.file(part))  # SQuAD's may lie in --data_dir itself
+        if path.exists():
+            found[key] = read_file(name, path, split, args.skip_bad_rows)
+        elif is_test or found:
             print(f"{key}: {path} is not there, left out")
         else:
-            found[key] = read_file(name, path, split, args.skip_bad_rows)
+            files = map(task.file, ("train", *task.dev.values()))
+            raise FileNotFoundError(f"{path} is not there: its folder holds {', '.join(files)}")
     return found
 
 
@@ -548,7 +550,7 @@ def encode_rows(model, rows):
     return encoded, places
 
 
-def batches(rows, size, rng=None):
+def batches_by_length(rows, size, rng=None):
     """Rows of near lengths together, so that little is padding -> row numbers, an array a batch.
     Shuffled when rng is given."""
     order = rng.permutation(len(rows)) if rng else np.arange(len(rows))
@@ -562,7 +564,7 @@ def batches(rows, size, rng=None):
     return groups
 
 
-def collate(rows, group, pad_id, device):
+def padded_batch(rows, group, pad_id, device):
     """Numbers of rows -> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or
     (B, 2); L is the longest of the batch."""
     ids, labels = zip(*[rows[i] for i in group])
@@ -603,9 +605,12 @@ class Classifier(nn.Module):
         """-> (B, n_class) logits, (B,) scores, or (B, 2, L) logits of the first and the last token
         of a span."""
         hidden = self.encoder(tokens, pad=pad)  # (B, L, C)
-        if self.kind != "span":
-            return self.head(hidden[:, 0]).float().squeeze(-1)  # (B, n_class); (B, 1) -> (B,)
-        out = self.head(hidden).float().transpose(1, 2)  # (B, L, 2) -> (B, 2, L)
+        # In 16 bits the scores of all rows could be two.
+        with torch.autocast(hidden.device.type, enabled=False):
+            hidden = hidden.to(self.head[-1].weight.dtype)
+            if self.kind != "span":
+                return self.head(hidden[:, 0]).squeeze(-1)  # (B, n_class); (B, 1) -> (B,)
+            out = self.head(hidden).transpose(1, 2)  # (B, L, 2) -> (B, 2, L)
         return out if pad is None else out.masked_fill(pad[:, None], -math.inf)
 
     def loss(self, tokens, pad, labels):
@@ -630,25 +635,28 @@ def home(args):
     return folder
 
 
-def find_sources(ckpt):
-    """--ckpt -> list of paths, or ['scratch'], to start from; what a glob finds in the order of
-    steps. Raises FileNotFoundError."""
+def read_starts(ckpt, cache):
+    """--ckpt -> what to start from, read once for all tasks; what a glob finds in the order of
+    steps. Raises ValueError, OSError."""
     if ckpt == "scratch" or os.path.exists(ckpt):
-        return [ckpt]
+        return [read_start(ckpt, cache)]
     files = glob.glob(ckpt)
     if not files:
         raise FileNotFoundError(f"no checkpoint at {ckpt}")
     # ckpt_prev.pt is another name of one of them.
     kept = [file for file in files if not file.endswith("ckpt_prev.pt")]
-    return sorted(kept or files, key=lambda file: read_checkpoint(file).get("step", 0))
+    starts = [read_start(file, cache) for file in kept or files]
+    return sorted(starts, key=lambda start: start.get("step", 0))
 
 
 def read_start(source, cache):
-    """A path or 'scratch' -> checkpoint dictionary with `source`, its name in the table. Raises
-    ValueError, OSError."""
+    """A path or 'scratch' -> checkpoint dictionary with `source`, its name in the table, and
+    `file`. Raises ValueError, OSError."""
     if source != "scratch":
         start = read_checkpoint(source)
-        return {**start, "source": f"{source} ({start['task']})" if "task" in start else source}
+        start.pop("optimizer", None)  # twice as large as the model
+        name = f"{source} ({start['task']})" if "task" in start else source
+        return {**start, "source": name, "file": os.path.realpath(source)}
     if glob.glob("out/*/ckpt.pt"):
         run = newest_run()
         about = {"model": {}, "step": 0, "source": f"scratch, shaped like {run}"}
@@ -693,7 +701,22 @@ def make_model(start, name, length, seed, probe=False):
     return model
 
 
-def save_model(file, model, start, row):
+def asked_for(args):
+    """The flags that decide which model comes out -> {name: value}."""
+    return {name: getattr(args, name) for name in DECISIVE.split()}
+
+
+def check_place(name, starts, args):
+    """Raise ValueError where the model to come would replace one that it starts from, or one that
+    another command made."""
+    file = args.out_dir / f"finetuned-{name}.pt"
+    if os.path.realpath(file) in [start.get("file") for start in starts]:
+        raise ValueError(f"{file} is what this starts from: take another --out_dir")
+    if file.exists() and read_checkpoint(file).get("flags") != asked_for(args):
+        raise ValueError(f"{file} is another command's: take another --out_dir, or remove it")
+
+
+def save_model(file, model, start, row, flags=None):
     """All that is needed to use the model. model.load() takes its encoder."""
     write_torch(
         file,
@@ -704,6 +727,7 @@ def save_model(file, model, start, row):
             "length": model.length,
             "probe": model.probe,
             "row": row,
+            "flags": flags,
             "config": asdict(model.encoder.config),
             "model": model.state_dict(),
         },
@@ -713,8 +737,9 @@ def save_model(file, model, start, row):
 def load_tuned(name, args):
     """finetuned-<name>.pt of --ckpt or --out_dir -> its dictionary, Classifier. Raises ValueError,
     OSError."""
-    place = args.out_dir if args.task == "all" else args.ckpt
-    file = os.path.join(place, f"finetuned-{name}.pt") if os.path.isdir(place) else place
+    file = args.ckpt
+    if os.path.isdir(file):
+        file = os.path.join(file, f"finetuned-{name}.pt")
     start = read_start(file, args.cache) if os.path.exists(file) else {}
     if start.get("task") != name:
         raise ValueError(
@@ -777,14 +802,9 @@ def train_one(model, rows, chosen, lr, seed, args):
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
     parameters = list(model.parameters())
     skipped, steps = 0, chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
-    epochs = (batches(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
-    bar = tqdm(
-        itertools.chain.from_iterable(epochs),
-        f"{model.name} seed {seed}",
-        steps,
-        leave=False,
-        disable=None,
-    )
+    epochs = (batches_by_length(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
+    groups = itertools.chain.from_iterable(epochs)
+    bar = tqdm(groups, f"{model.name} seed {seed}", steps, leave=False, disable=None)
     model.train()
     for step, group in enumerate(bar, 1):
         # The learning rate: each layer has its own peak, all rise and fall together.
@@ -792,7 +812,7 @@ def train_one(model, rows, chosen, lr, seed, args):
             param_group["lr"] = param_group["peak"] * schedule(step - 1, steps, chosen.warmup)
 
         # Rows of near lengths, padded to the longest of them; forward and backward.
-        batch = collate(rows, group, model.encoder.config.pad_id, args.device)
+        batch = padded_batch(rows, group, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):  # inside it matrix products take 16 bits
             loss = model.loss(*batch)
         scaler.scale(loss).backward()
@@ -821,8 +841,8 @@ def outputs(model, rows, args):
     longest row of its batch."""
     model.eval()
     found = [None] * len(rows)
-    for group in batches(rows, max(1, EVAL_TOKENS // max(len(ids) for ids, _ in rows))):
-        batch = collate(rows, group, model.encoder.config.pad_id, args.device)
+    for group in batches_by_length(rows, max(1, EVAL_TOKENS // max(len(ids) for ids, _ in rows))):
+        batch = padded_batch(rows, group, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):
             for i, out in zip(group, model(*batch[:2]).cpu().numpy()):
                 found[i] = out
@@ -928,17 +948,9 @@ def record(name, evaluations, began, model, args, facts):
         metrics = task.score(labels, predictions)
         constant = task.score(labels, [answer] * len(labels))
         majority = constant.get("accuracy", constant.get("em", 0.0))
-        found.append(
-            {
-                **facts,
-                "task": where,
-                "metrics": metrics,
-                "constant": constant,
-                "majority": majority,
-                "one_class": len(set(predictions)) == 1,
-                "seconds": time.time() - began,
-            }
-        )
+        row = {**facts, "task": where, "metrics": metrics, "constant": constant}
+        row |= {"majority": majority, "one_class": len(set(predictions)) == 1}
+        found.append({**row, "seconds": time.time() - began})
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         print(
             f"{where} seed {facts['seed']} lr {facts['lr']}: {shown} (majority {majority:.4f}), "
@@ -1140,14 +1152,13 @@ def parse_args(argv=None):
     return args
 
 
-def run_task(name, args, progress):
-    """Fine-tune from every source with every learning rate and seed -> rows. Keeps the model whose
+def run_task(name, starts, args, progress):
+    """Fine-tune from every start with every learning rate and seed -> rows. Keeps the model whose
     first metric is best."""
-    sources, (train, evaluations) = find_sources(args.ckpt), read_task(name, args)
+    train, evaluations = read_task(name, args)
     results, best, file = [], (-math.inf, None), args.out_dir / f"finetuned-{name}.pt"
-    for source in sources:
-        with damage_is_one_line(source):
-            start = read_start(source, args.cache)
+    for start in starts:
+        with damage_is_one_line(start["source"]):
             max_len = start["config"]["max_len"]
             chosen = settings(args, name, start["config"])
             model = make_model(start, name, chosen.length, 0, chosen.probe)
@@ -1177,26 +1188,14 @@ def run_task(name, args, progress):
             began = time.time()
             model = make_model(start, name, chosen.length, seed, chosen.probe).to(args.device)
             train_one(model, rows, chosen, lr, seed, args)
-            new = record(
-                name,
-                evaluations,
-                began,
-                model,
-                args,
-                {
-                    **vars(chosen),
-                    "seed": seed,
-                    "lr": lr,
-                    "ckpt": start["source"],
-                    "step": start["step"],
-                    "n_train": len(train),
-                },
-            )
+            facts = {**vars(chosen), "seed": seed, "lr": lr, "n_train": len(train)}
+            facts |= {"ckpt": start["source"], "step": start["step"]}
+            new = record(name, evaluations, began, model, args, facts)
             results += new
             first, *_ = new[0]["metrics"].values()
             if first > best[0]:
                 best = first, model
-                save_model(file, model, start, new[0])
+                save_model(file, model, start, new[0], asked_for(args))
         progress.saved = None
     print(f"{name}: the best run's model is {file}")
     if args.predict:
@@ -1210,14 +1209,8 @@ def run_tuned(name, args):
     start, model = load_tuned("mnli" if name == "ax" else name, args)
     print(f"{name}: from {start['source']}; length {model.length}")
     _, evaluations = read_task(name, args)
-    results = record(
-        name,
-        evaluations,
-        time.time(),
-        model,
-        args,
-        {**start["row"], "ckpt": start["source"], "eval_only": True},
-    )
+    facts = {**start["row"], "ckpt": start["source"], "eval_only": True}
+    results = record(name, evaluations, time.time(), model, args, facts)
     if args.predict or name == "ax":
         write_predictions(name, model, args)
     return results
@@ -1225,29 +1218,30 @@ def run_tuned(name, args):
 
 def run_tasks(args, progress):
     """One task, or all of GLUE as far as it is there -> rows."""
-    results, every = [], args.task == "all"
-    for name in GLUE if every else [args.task]:
-        if every and args.data_dir:
+    results, starts, names = [], [], [args.task]
+    if args.task == "all":
+        names = list(GLUE)
+        for name in GLUE if args.data_dir else ():
             folder = Path(args.data_dir, TASKS[name].folder)
             if not folder.exists():
                 print(f"{name}: {folder} is not there, left out")
-                continue
+                names.remove(name)
+        if not names:
+            raise ValueError("--task all: nothing of GLUE is there")
+    if not args.tuned and args.ckpt != "bow":
+        starts = read_starts(args.ckpt, args.cache)
+        for name in names:
+            check_place(name, starts, args)
+    for name in names:
         if args.tuned:
             results += run_tuned(name, args)
         elif args.ckpt == "bow":
-            train, evaluations = read_task(name, args)
-            results += record(
-                name,
-                evaluations,
-                time.time(),
-                bag_of_words(train),
-                args,
-                {"seed": 0, "lr": None, "ckpt": "bow", "n_train": len(train)},
-            )
+            began, (train, evaluations) = time.time(), read_task(name, args)
+            facts = {"seed": 0, "lr": None, "ckpt": "bow", "n_train": len(train)}
+            results += record(name, evaluations, began, bag_of_words(train), args, facts)
         else:
-            results += run_task(name, args, progress)
-    if every and not results:
-        raise ValueError("--task all: nothing of GLUE is there")
+            with lock(args.out_dir, f"fine-tuning on {name}", f".{name}.lock"):
+                results += run_task(name, starts, args, progress)
     return results
 
 
@@ -1255,6 +1249,8 @@ def main(argv=None):
     args = parse_args(argv)
     keep_memory()
     with one_line_errors("lower --batch_size or --length") as progress:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError("finetune.py is one process: python, not torchrun; a task on each GPU")
         args.device = pick_device(args.device)
         args.dtype, _ = pick_dtype(args.device, args.dtype)
         if args.compile and not can_compile(args.device):

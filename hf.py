@@ -23,7 +23,6 @@ import common
 from data import encoding_arguments, gpt2_state
 from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load
 from objectives import ObjectiveConfig, Pretraining
-from train import parse_args
 
 try:
     import transformers
@@ -160,10 +159,11 @@ def new_model(run, encoder, checkpoint):
     kind = KINDS.get("+".join(sorted(encoder.pe.parts)))
     # Other heads: RoFormer's has GELU, a span's or a probe's one layer. clm looks left only.
     other_head = task and (kind == "roformer" or "head.4.weight" not in weights)
-    if kind is None or other_head or "objectives.clm.bias" in weights:
+    pre_norm = getattr(cfg, "norm", "post") != "post"
+    if kind is None or other_head or pre_norm or "objectives.clm.bias" in weights:
         raise ValueError(
             f"{run}, pe {cfg.pe}, has no class in transformers. What can go: "
-            f"{', '.join(KINDS)}; no clm; fine-tuned: no rope, no span, no probe"
+            f"{', '.join(KINDS)}; no clm, no --norm pre; fine-tuned: no rope, no span, no probe"
         )
     shape = FIXED | {name: getattr(cfg, ours) for ours, name in SHAPE.items()}
     shape |= {
@@ -245,15 +245,10 @@ def card(run, checkpoint):
         for flag in ("recipe", "lr", "epochs", "batch_size", "length"):
             words += [f"--{flag}", row[flag]]
         command = f"python finetune.py {shlex.join(map(str, words))}"
-    elif command is None:
-        words = ["--preset", args["preset"]]
-        usual = vars(parse_args(words))
-        for flag, value in args.items():
-            if value != usual.get(flag) and flag not in ("out_dir", "cache", "resume"):
-                words.append(f"--no-{flag}" if value is False else f"--{flag}")
-                values = value if isinstance(value, tuple) else [value]
-                words += [str(one) for one in values if not isinstance(one, bool)]
-        command = f"python train.py {shlex.join(words)}"
+    elif command is None:  # a run of before commands were kept
+        silent = ("out_dir", "cache", "resume")
+        flags = [f"{k} {v}" for k, v in args.items() if k not in silent and v is not None]
+        command = f"train.py with {', '.join(flags)}"
     folder = run if os.path.isdir(run) else os.path.dirname(run)
     rows = [row] if row else common.read_rows(os.path.join(folder, "results.jsonl"))
     scores = [f"- {row['task']}, seed {row['seed']}: {row['metrics']}\n" for row in rows]
@@ -280,6 +275,8 @@ def main(argv=None):
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with common.one_line_errors(), torch.no_grad():
+        if args.target.exists():
+            raise ValueError(f"{args.target} is there already: name another")
         directions[args.direction](args.source, args.target)
 
 

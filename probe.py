@@ -49,7 +49,7 @@ from common import (
 from data import (
     OPENERS,
     json_rows,
-    open_corpus,
+    open_prepared,
     readable,
     validation_batches,
     validation_rows,
@@ -121,15 +121,8 @@ class ProbeConfig:
 
 def own_corpus(model, cache):
     """What a run was trained on, if it still lies prepared. Raises ValueError if not."""
-    data = model.facts["data"]
-    cache = cache or model.facts["args"]["cache"]
-    for meta in Path(cache).glob("*/meta.json"):
-        if read_rows(meta) == [data]:  # one that is damaged has no rows
-            return open_corpus(meta.parent)
-    raise ValueError(
-        f"the run's text ({data['dataset']}) is not prepared in {cache}; --cache "
-        "names another place"
-    )
+    args = model.facts["args"]
+    return open_prepared(model.facts["data"], cache or args["cache"], args.get("dataset", ""))
 
 
 # --------------------------------------------------------------------------------------------------

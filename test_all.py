@@ -36,6 +36,7 @@ import tempfile
 import time
 import weakref
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,6 +285,10 @@ def encoding_of(corpus):
     return tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
 
 
+def names_in(folder):
+    return {file.name for file in Path(folder).iterdir()}
+
+
 def documents_in(corpus, split):
     """The texts of a stream: each is followed by a [SEP]."""
     *texts, rest = encoding_of(corpus).decode(getattr(corpus, split)).split("[SEP]")
@@ -440,9 +445,7 @@ def test_long_documents_are_cut_without_loss():
         ("x.jsonl", "", "no file with text in it"),
         ("x.jsonl", '{"text": "only one"}\n', "at least 2"),
         ("x.jsonl", '{"body": "a"}\n{"body": "b"}\n', "no column 'text'"),
-        ("x.txt", "w", "at least 2"),
         ("x.jsonl", "not json at all {", "cannot be read"),
-        ("x.txt", "\n" * 100_000, "at least 2"),
         ("x.jsonl", '{"text": ""}\n{"text": "  "}\n', "at least 2"),
     ],
 )
@@ -450,10 +453,10 @@ def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
     (tmp_path / name).write_text(content)
     refuses(says, data.prepare, str(tmp_path / name), "bpe", str(tmp_path / "cache"))
     left = {f.name for f in (tmp_path / "cache").glob("*/*")}
-    assert left <= {"tokenizer.json"}, "nothing half-written"
+    assert left <= {"tokenizer.json", ".lock"}, "nothing half-written"
 
 
-@pytest.mark.parametrize("dataset", ["", " ", ".", "no/such*", "none.jsonl", "a/b.txt.gz"])
+@pytest.mark.parametrize("dataset", ["", "no/such*", "none.jsonl", "a/b.txt.gz"])
 def test_a_name_that_is_no_data_set_is_refused_at_once(dataset):
     says = "no file with text in it .* takes docs, wikibooks"
     refuses(says, data.find_source, dataset, "text", None)
@@ -495,35 +498,140 @@ def test_finished_data_needs_nothing(corpus_file, cache, corpus, monkeypatch):
     for name in ("bpe_state", "gpt2_state", "file_documents"):
         monkeypatch.setattr(data, name, lambda *a: 1 / 0)
     assert data.prepare(corpus_file, "bpe", cache).folder == corpus.folder
-    names = {file.name for file in corpus.folder.iterdir()}
-    assert names == {"train.bin", "val.bin", "meta.json", "tokenizer.json"}
+    assert names_in(corpus.folder) == {
+        "train.bin",
+        "val.bin",
+        "meta.json",
+        "tokenizer.json",
+        ".lock",
+    }
     monkeypatch.setattr(data, "hub_part", lambda *a: 1 / 0)
     one, two = (data.find_source("some/set", column, None) for column in ("text", "body"))
     assert one.name != two.name, "another column is another corpus"
 
 
+def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatch):
+    """And tokens that lie prepared are found when the text is gone and their folder renamed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "EDGE", 64)
+    write_corpus("t.jsonl", 20)
+    corpus = data.prepare("t.jsonl", "bpe", "cache")
+    os.utime("t.jsonl", (1, 1))
+    Path("elsewhere").mkdir()
+    shutil.copy("t.jsonl", "elsewhere")
+    for dataset in ("t.jsonl", "./t.jsonl", f"{tmp_path}/*.jsonl", "elsewhere/t.jsonl"):
+        assert data.prepare(dataset, "bpe", "cache").folder == corpus.folder
+    whole = Path("t.jsonl").read_text()
+    for changed in (
+        whole[:-9] + whole[-9:].upper(),
+        whole.replace("t0", "tX"),
+        f"{whole[:500]}a{whole[500:]}",
+    ):
+        Path("t.jsonl").write_text(changed)
+        assert data.find_source("t.jsonl", "text", "").name not in str(corpus.folder)
+    Path("t.jsonl").unlink()
+    Path("cache", "0").mkdir()
+    Path("cache", "0", "meta.json").write_text("{")
+    renamed = corpus.folder.rename("cache/any name")
+    (found,) = {
+        str(data.open_prepared(corpus.meta, *places).folder)
+        for places in (["cache"], ["cache", "t.jsonl"], ["nowhere", "cache/any name"])
+    }
+    assert found == str(renamed)
+    assert data.prepare("cache/any name", "bpe", "").meta == corpus.meta
+    refuses("made with --tokenizer bpe", data.prepare, found, "gpt2", "")
+    for other in ({**corpus.meta, "documents": 9}, {**corpus.meta, "tokens": {}}):
+        refuses("is not prepared in cache; --cache names", data.open_prepared, other, "cache")
+
+
+def test_a_folder_is_no_data_set(tmp_path):
+    """Taken as one, each of its lines was a document, and files that came later were not seen."""
+    for name in ("a.jsonl.XZ", "b.jsonl.XZ", "c.txt", "d.py"):
+        (tmp_path / name).write_text("x")
+    refuses(r"is a folder: name its files, .*/\*.XZ'", data.find_source, str(tmp_path), "text", "")
+    (tmp_path / "empty").mkdir()
+    refuses(r"/empty/\*.txt'", data.find_source, f"{tmp_path}/empty", "text", "")
+
+
+def test_a_killed_preparation_leaves_no_more_than_its_files(tmp_path, monkeypatch):
+    """What it wrote aside has fixed names, and the next one writes over it."""
+    file, real = write_corpus(tmp_path / "t.jsonl", 20), data.encoded
+
+    def encoded(texts, encoding):
+        yield from real(texts, encoding)
+        shutil.copytree(tmp_path / "cache", tmp_path / "as if killed")  # nothing is cleared away
+
+    monkeypatch.setattr(data, "encoded", encoded)
+    whole = data.prepare(file, "bpe", tmp_path / "cache")
+    left = tmp_path / "as if killed" / whole.folder.name
+    assert names_in(left) == {"tokenizer.json", ".lock", "train.bin.tmp", "val.bin.tmp"}
+    monkeypatch.setattr(data, "encoded", real)
+    assert names_in(data.prepare(file, "bpe", left.parent).folder) == names_in(whole.folder)
+    assert (left / "train.bin").read_bytes() == (whole.folder / "train.bin").read_bytes()
+
+
+def test_two_programs_prepare_the_same_data(tmp_path, monkeypatch, said):
+    """The second one waits, and finds it done."""
+    file, real, calls = write_corpus(tmp_path / "t.jsonl", 20), data.tokenize, []
+
+    def tokenize(*args):
+        calls.append(time.sleep(0.3))
+        real(*args)
+
+    monkeypatch.setattr(data, "tokenize", tokenize)
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(data.prepare, file, "bpe", tmp_path / "cache") for _ in range(2)]
+    assert jobs[0].result().meta == jobs[1].result().meta and len(calls) == 1
+    assert "another process is preparing data in" in said()
+
+
+def test_the_sample_for_the_bpe_is_taken_by_size(monkeypatch):
+    """One large file beside many notes; of the hub, whose sizes may be unknown, equal parts."""
+    monkeypatch.setattr(data, "train_bpe", lambda words, n_ids: counted.update(words) or [])
+    monkeypatch.setattr(data, "BPE_SAMPLE", 1000)
+    parts = [(lambda: ["a" * 1000] * 9, 9000), *[(lambda: ["b" * 100], 100)] * 10]
+    counted = {}
+    data.bpe_state(parts)
+    assert counted == {b"a" * 900: 1, b"b" * 10: 10}
+    counted = {}
+    data.bpe_state([(lambda: ["a" * 1000], 9000), (lambda: ["b" * 1000], 0)])
+    assert counted == {b"a" * 500: 1, b"b" * 500: 1}
+
+
+def test_text_that_is_no_utf_8_is_counted_and_said_once(tmp_path, said):
+    text = "caf\xe9, \xfcber alles\n\n" * 9
+    (tmp_path / "old.txt").write_bytes(text.encode("latin-1"))
+    (tmp_path / "new.TXT").write_text(text + "\ufffd is a character")  # any case of the ending
+    for name, found in (("old.txt", "caf\ufffd, \ufffdber"), ("new.TXT", "caf\xe9, \xfcber")):
+        corpus = data.prepare(str(tmp_path / name), "bpe", tmp_path / "cache")
+        assert documents_in(corpus, "val")[0].strip() == f"{found} alles"
+    (line,) = [line for line in said().splitlines() if "U+FFFD" in line]
+    assert "old.txt is not UTF-8: 18 of its bytes became" in line
+
+
+def test_the_longest_tokens_are_not_fillers(said):
+    data.bpe_state([(lambda: ["a few words, a few words"], 0)])
+    assert "the longest: ' few', ' wor', ' word', ' words'" in said()
+
+
 JSON_LINES = [
     '{"text": "some words"}',
     '{"text": null}',
-    '{"text": 7}',
     '{"title": "t"}',
     "[1]",
     "",
     "{",
     "7",
-    "null",
-    '"text"',
     "\x00",
-    '{"text": "\\u0000 \\ud83d"}',
-    "[" * 99_999,
 ]
+JSON_LINES += ['{"text": "\\u0000 \\ud83d"}', "[" * 99_999]
 ANY_LINES = st.lists(st.sampled_from(JSON_LINES), max_size=5).map("\r\n".join)
 ANY_TEXT = st.text(max_size=200) | ANY_LINES
 
 
 @given(content=st.binary(max_size=300) | ANY_TEXT.map(lambda t: t.encode("utf-8", "surrogatepass")))
 @settings(max_examples=60, deadline=None)
-@pytest.mark.parametrize("kind", "txt txt.gz txt.xz txt.bz2 json jsonl.gz csv parquet".split())
+@pytest.mark.parametrize("kind", "txt txt.xz jsonl.gz csv parquet".split())
 def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_factory):
     file = tmp_path_factory.mktemp("fuzz") / f"x.{kind}"
     file.write_bytes(content)
@@ -534,18 +642,11 @@ def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_facto
         assert kind != "txt"
 
 
-@pytest.mark.parametrize("name", ["x.txt", "x.md"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
-    (tmp_path / name).write_bytes("\ufefftext".encode())
-    assert list(data.file_documents(str(tmp_path / name), "text")) == ["text"]
-
-
 def test_texts_that_are_hardly_text(tmp_path):
-    """NULs and broken UTF-8 pass; one endless line is cut."""
+    """NULs and halves of characters pass; one endless line is cut."""
     broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
     contents = {
         "0.txt": (b"a\0b c\n\n" * 9, 9),
-        "1.txt": (b"caf\xe9 \xff\n\n" * 9, 9),
         "2.txt": (b"word " * 200_000, 10),
         "3.jsonl": (broken * 9, 9),
     }
@@ -568,6 +669,7 @@ ANY_JSON = st.recursive(
     encoding=st.sampled_from(["utf-8", "utf-8", "utf-16"]),
 )
 @settings(max_examples=100, deadline=None)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
 def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, corpus):
     """A value of another type, a key that is missing, a file that is cut short or no UTF-8."""
@@ -655,20 +757,25 @@ def online(monkeypatch, is_online):
 
 
 @pytest.mark.parametrize(
-    "name, call",
+    "call",
     [
-        (
-            "huggingface_hub.HfApi.dataset_info",
-            lambda: data.find_source("some/set", "text", None).parts(),
-        ),
-        ("tiktoken.get_encoding", data.gpt2_state),
+        lambda: data.find_source("some/set", "text", None).parts(),
+        lambda: finetune.hub_rows("cola", "train"),
+        data.gpt2_state,
     ],
 )
-def test_a_network_that_does_not_answer_is_said_soon(name, call, monkeypatch):
+def test_a_network_that_does_not_answer_is_said_soon(call, monkeypatch):
+    """The libraries' own tries would take minutes."""
+    from huggingface_hub import constants
+
     online(monkeypatch, True)
     monkeypatch.setattr(data, "PATIENCE", 0.1)
-    monkeypatch.setattr(name, lambda *a: time.sleep(60))
-    refuses("TimeoutError.* needs no network", call)
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda *a: time.sleep(60))
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
+        began = time.time()
+        refuses("needs no network", call)
+        assert time.time() - began < 10
 
 
 def test_gpt2_tokenizer():
@@ -2535,11 +2642,28 @@ def test_sigterm_saves_and_resume_goes_on(run, tmp_path, monkeypatch, said):
 def test_a_second_signal_leaves_at_once(monkeypatch):
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
-    signals = common.Signals()
-    os.kill(os.getpid(), signal.SIGINT)
-    assert signals.received == signal.SIGINT and left == []
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert left == [143]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with common.Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT and left == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert left == [143]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with pytest.raises(KeyboardInterrupt):  # as ever
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_signals_outside_the_main_thread():
+    """There Python lets nobody set a handler: train.main() in a thread runs without one."""
+
+    def in_a_thread():
+        with common.Signals() as signals:
+            return signals.received
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(in_a_thread).result() is None
 
 
 # A training whose save is cut at a chosen call: killed there, or told that the disk is full.
@@ -2609,6 +2733,9 @@ def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, who
     assert found and all(weights(tmp_path / "run", name)["step"] in (3, 6, 9) for name in found)
     train.main([*flags, "--resume"])
     assert same_weights(whole_run, weights(tmp_path / "run")["model"])
+    assert not list((tmp_path / "run").glob("*.tmp")), (
+        "what was aside had a name that is used again"
+    )
 
 
 @pytest.mark.parametrize("where, which", [("save", 3), ("fsync", 5)])  # two are of JSON files
@@ -2889,13 +3016,12 @@ def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
 
 
 def test_two_programs_save_in_one_folder(tmp_path, monkeypatch):
-    """One writes while the other renames its link: temporary files are each one's own."""
+    """One writes while the other renames its link: what is aside is named after its file."""
     file, previous, replace = tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt", os.replace
     common.write_torch(file, 1, previous)
 
     def while_another_writes(a, b):
         monkeypatch.setattr(os, "replace", replace)
-        monkeypatch.setattr(os, "getpid", lambda: 1)
         common.write_json(tmp_path / "other.json", {})
         replace(a, b)
 
@@ -3079,18 +3205,12 @@ def squad_by_hand(golds, text):
 @pytest.mark.parametrize(
     "golds, text, em, f1",
     [
-        (["the cat"], "Cat!", 1, 1),
         (["an owl, a fox"], "owl fox", 1, 1),
-        (["x"], "", 0, 0),
         ([], "", 1, 1),
-        ([], "x", 0, 0),
-        (["a b c", "b"], "b", 1, 1),
         (["b c d"], "c", 0, 0.5),
-        (["theatre"], "the atre", 0, 0),
         (["The"], "", 1, 1),
         (["c c d"], "c d d", 0, 2 / 3),
         (["$5.00"], "500", 1, 1),
-        (["area"], "are", 0, 0),
         (["Café  au\tla"], "café au la", 1, 1),
     ],
 )
@@ -3230,17 +3350,16 @@ def test_test_files_and_optional_ones(tmp_path, said):
     assert [line.split(":")[0] for line in said] == ["mnli-mm", "MNLI-m", "MNLI-mm"]
     assert "not there, left out" in said[0]
     (mnli / "dev_matched.tsv").unlink()
-    with pytest.raises(FileNotFoundError):
-        finetune.read_task("mnli", args)
+    files = "train.tsv, dev_matched.tsv, dev_mismatched.tsv"
+    refuses(f"dev_matched.tsv is not there: .* holds {files}$", finetune.read_task, "mnli", args)
+    refuses("train.tsv is not there: .* train.tsv, dev.tsv", finetune.read_task, "rte", args)
 
 
 def test_hub_rows(monkeypatch):
-    """Every task as the hub has it, labels in the order of `classes`. A hub that does not answer
-    is said soon: its own library would try for minutes."""
+    """Every task as the hub has it, labels in the order of `classes`."""
     import datasets
-    from huggingface_hub import constants
 
-    tasks, load = finetune.TASKS, datasets.load_dataset
+    tasks = finetune.TASKS
     online(monkeypatch, False)
 
     def load_dataset(repo, config, split):
@@ -3276,14 +3395,6 @@ def test_hub_rows(monkeypatch):
     assert tasks["mnli"].classes == tasks["ax"].classes == nli
     assert tasks["qnli"].classes == tasks["rte"].classes == rte
     assert tasks["mnli"].hub == ("premise", "hypothesis") and tasks["mrpc"].hub == finetune.PAIR
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    online(monkeypatch, True)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{mute.getsockname()[1]}")
-        monkeypatch.setattr(finetune, "HUB_SECONDS", 0.2)
-        began = time.time()
-        refuses("cannot fetch nyu.*--data_dir, or take", finetune.hub_rows, "cola", "train")
-        assert time.time() - began < 10
 
 
 def squad_json(questions, version="1.1"):
@@ -3460,7 +3571,7 @@ def test_no_answer_by_the_lowest_null_score(monkeypatch):
 def test_batches_take_every_row_once_and_near_lengths():
     rows = [([0] * n, 0) for n in np.random.default_rng(0).integers(1, 100, 500)]
     for rng in (None, np.random.default_rng(1)):
-        groups = list(finetune.batches(rows, 32, rng))
+        groups = list(finetune.batches_by_length(rows, 32, rng))
         assert sorted(i for g in groups for i in g) == list(range(500))
         lengths = [[len(rows[i][0]) for i in g] for g in groups]
         padding = sum(max(group) * len(group) - sum(group) for group in lengths)
@@ -3472,10 +3583,10 @@ def test_padding_changes_no_output_and_no_loss(name):
     model, cpu = finetune.Classifier(tiny("tupe_r"), name, 12).eval().double(), torch.device("cpu")
     label = {"stsb": float, "mnli": int, "squad": lambda y: (1, 2)}[name]
     rows = [([64, 1, 2, 3, 66], label(1.5)), ([64, 5, 66], label(2.5))]
-    tokens, pad, labels = finetune.collate(rows, range(len(rows)), 65, cpu)
+    tokens, pad, labels = finetune.padded_batch(rows, range(len(rows)), 65, cpu)
     assert tokens.tolist() == [[64, 1, 2, 3, 66], [64, 5, 66, 65, 65]]
     assert pad.tolist() == [[False] * 5, [False] * 3 + [True] * 2]
-    out, alone = model(tokens, pad), [finetune.collate([row], [0], 65, cpu) for row in rows]
+    out, alone = model(tokens, pad), [finetune.padded_batch([row], [0], 65, cpu) for row in rows]
     for row, (ids, none, _) in zip(out, alone):
         assert none is None
         close(row[..., : ids.size(1)] if name == "squad" else row, model(ids, None)[0], 1e-6)
@@ -3575,17 +3686,9 @@ def test_the_best_learning_rate_counts(said):
     runs, row = [], dict(seconds=1.0, one_class=False)
     for lr, values in ((1, (0.1, 0.2, 0.9)), (2, (0.3, 0.3, 0.4))):
         for seed, m in enumerate(values):
-            runs.append(
-                dict(
-                    row,
-                    ckpt="a",
-                    task="cola",
-                    lr=lr,
-                    seed=seed,
-                    metrics={"matthews": m},
-                    constant={"matthews": 0.0},
-                )
-            )
+            own = dict(ckpt="a", task="cola", lr=lr, seed=seed)
+            scores = dict(metrics={"matthews": m}, constant={"matthews": 0.0})
+            runs.append({**row, **own, **scores})
     assert finetune.best_runs(runs, statistics.median) == {("a", "cola"): runs[3:]}
     assert finetune.best_runs(runs, statistics.mean) == {("a", "cola"): runs[:3]}
     finetune.report(runs, finetune_args("--recipe", "tupe"))
@@ -3597,16 +3700,8 @@ def test_the_best_learning_rate_counts(said):
     # With --eval_only every task has its own file: averages are over a folder.
     args, runs = SimpleNamespace(recipe="electra", task="all", eval_only=True), []
     for task, metric in finetune.AVERAGES["P3"].items():
-        runs.append(
-            dict(
-                row,
-                task=task,
-                ckpt=f"out/finetuned-{task}.pt ({task})",
-                lr=1e-4,
-                metrics={metric: 0.5},
-                constant={metric: 0.0},
-            )
-        )
+        own = dict(task=task, ckpt=f"out/finetuned-{task}.pt ({task})", lr=1e-4)
+        runs.append({**row, **own, "metrics": {metric: 0.5}, "constant": {metric: 0.0}})
     finetune.report(runs, args)
     assert re.search(r"P3's average: 0.5000 +out\n", said())
 
@@ -3616,17 +3711,8 @@ def small_run(corpus_file, cache, tmp_path_factory):
     """A run with kept checkpoints, and official files of tasks that one word decides."""
     home, rng = tmp_path_factory.mktemp("finetune"), random.Random(0)
     glue = home / "glue"
-    run_train(
-        corpus_file,
-        cache,
-        home / "out" / "run",
-        "--steps",
-        "6",
-        "--keep_every",
-        "2",
-        "--block_size",
-        "32",
-    )
+    flags = "--steps 6 --keep_every 2 --block_size 32".split()
+    run_train(corpus_file, cache, home / "out" / "run", *flags)
     for name in ("cola", "mnli", "stsb"):
         task = finetune.TASKS[name]
         (glue / task.folder).mkdir(parents=True)
@@ -3696,22 +3782,8 @@ def test_finetune_learns_saves_and_repeats(at_run, tmp_path, capsys, said):
     rows = run_finetune(tmp_path, "cola", LEARN, "--lr 0.01 1e-7 --seeds 2 --predict")
     assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
     first = rows[0]
-    assert {
-        "task",
-        "seed",
-        "lr",
-        "metrics",
-        "majority",
-        "ckpt",
-        "seconds",
-        "recipe",
-        "epochs",
-        "n_train",
-        "batch_size",
-        "length",
-        "step",
-        "probe",
-    } <= first.keys()
+    keys = "task seed lr metrics majority ckpt seconds recipe epochs n_train batch_size length step"
+    assert {*keys.split(), "probe"} <= first.keys()
     assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2])
     assert first["constant"] == {"matthews": 0.0, "accuracy": first["majority"]}
     assert first["ckpt"] == "out/run" and rows[2]["one_class"]
@@ -3744,6 +3816,7 @@ def test_scratch_without_a_run_is_a_start_like_any_other(corpus, tmp_path, monke
     assert "--task cola --ckpt scratch --limit_train 99 --recipe bert --lr 0.0001" in card
 
 
+@pytest.mark.slow
 def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
     """All that is there is taken, MNLI's model predicts AX, files are as GLUE wants them."""
     rows = run_finetune(
@@ -3814,13 +3887,72 @@ def test_freeze_encoder_and_length(at_run, tmp_path):
     assert torch.equal(table[:32], old[:32]) and torch.equal(table[50], old[32])
 
 
+def test_no_start_and_no_other_model_is_replaced(at_run, tmp_path, capsys, monkeypatch):
+    """Every start is read once. A model that is there goes only for the same command's."""
+    learn, read, calls = f"{LEARN} --epochs 1 --limit_train 9", finetune.read_checkpoint, []
+    run_finetune(tmp_path, "cola", learn)
+    cola = tmp_path / "finetuned-cola.pt"
+    first = cola.stat().st_ino
+    assert len(run_finetune(tmp_path, "cola", learn)) == 1 and cola.stat().st_ino != first
+    before = cola.read_bytes()
+    for task, flags, says in (
+        ("cola", "--seeds 2", "another command's: take another --out_dir, or remove it"),
+        ("cola", "--ckpt scratch", "another command's"),
+        ("cola", f"--ckpt {cola}", "is what this starts from: take another --out_dir"),
+        ("all", f"--ckpt {cola}", "finetuned-cola.pt is what this starts from"),
+        ("all", f"--ckpt '{tmp_path}/*.pt'", "finetuned-cola.pt is what this starts from"),
+    ):
+        assert re.search(says, one_line(capsys, run_finetune, tmp_path, task, learn, flags))
+        assert cola.read_bytes() == before and names_in(tmp_path) == {cola.name, ".cola.lock"}
+    # All tasks start from what was there at first, even if it is written while they go on.
+    start = shutil.copy("out/run/ckpt_2.pt", tmp_path / "start.pt")
+    monkeypatch.setattr(finetune, "read_checkpoint", lambda file: calls.append(file) or read(file))
+    real = finetune.record
+
+    def record(*args):
+        shutil.copy("out/run/ckpt_4.pt", start)
+        return real(*args)
+
+    monkeypatch.setattr(finetune, "record", record)
+    rows = run_finetune(tmp_path / "new", "all", learn, "--ckpt", start)
+    assert [row["step"] for row in rows] == [2] * 4 and calls == [str(start)]
+    with common.lock(tmp_path / "new", "fine-tuning", ".cola.lock"):
+        error = one_line(capsys, run_finetune, tmp_path / "new", "cola", learn, "--ckpt", start)
+    assert "another process is fine-tuning on cola in" in error
+
+
+def test_all_models_of_a_folder_are_scored_elsewhere(at_run, tmp_path):
+    """--eval_only takes them from --ckpt, though results go to --out_dir."""
+    learn = f"{LEARN} --epochs 1 --limit_train 9"
+    rows = run_finetune(tmp_path / "models", "all", learn)
+    flags = EVAL, "--predict --ckpt", tmp_path / "models"
+    again = run_finetune(tmp_path / "new", "all", *flags)
+    assert [row["metrics"] for row in again] == [row["metrics"] for row in rows]
+    assert names_in(tmp_path / "new") == {"CoLA.tsv", "STS-B.tsv", "MNLI-m.tsv", "AX.tsv"}
+    assert set(submitted(tmp_path / "new" / "AX.tsv")) <= set(finetune.NLI), "MNLI's model says it"
+
+
+@pytest.mark.parametrize("name, probe", [("stsb", False), ("stsb", True), ("cola", False)])
+def test_heads_compute_in_float32(name, probe):
+    """In 16 bits 1,500 rows of STS-B had 2 different scores."""
+    model = finetune.Classifier(tiny().float(), name, 12, probe).eval()
+    torch.nn.init.normal_(model.head[-1].weight, std=1e-3)
+    torch.nn.init.ones_(model.head[-1].bias)
+    tokens = some_tokens(B=200)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        hidden, out = model.encoder(tokens)[:, 0].float(), model(tokens, None)
+    assert out.dtype == torch.float32
+    close(out, model.head(hidden).squeeze(-1), 1e-7)
+    assert len(out.flatten().unique()) > 100
+
+
 def test_every_kept_checkpoint_is_scored_in_order(at_run, tmp_path, monkeypatch):
     flags = "--epochs 1 --limit_train 20 --ckpt out/run/ckpt_*.pt"
     rows = run_finetune(tmp_path, "cola", LEARN, flags)
     files = [os.path.join("out/run", f"ckpt_{step}.pt") for step in (2, 4, 6)]
     assert [(r["step"], r["ckpt"]) for r in rows] == list(zip((2, 4, 6), files))
     assert {r["n_train"] for r in rows} == {20}
-    assert len(finetune.find_sources("out/*/ckpt_*.pt")) == 3
+    assert len(finetune.read_starts("out/*/ckpt_*.pt", "")) == 3
     for ckpt, home in (
         ("out/*/ckpt_*.pt", "out"),
         ("out/run/ckpt_*.pt", "out/run"),
@@ -3842,40 +3974,34 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     run_finetune(tmp_path, "cola", LEARN, "--epochs 1 --limit_train 9")
     whole, fc1 = finetune.read_checkpoint(file), "encoder.blocks.0.fc1.weight"
     finetune.load_tuned("cola", args)
-    for place in (
-        "model",
-        "config",
-        "tokenizer",
-        "task",
-        "length",
-        "row",
-        "row lr",
-        "row seed",
-        "config d_model",
-        "config max_len",
-        "tokenizer pat_str",
-        f"model {fc1}",
+    for place, junk in (
+        ("row", None),
+        ("row lr", 1j),
+        ("config d_model", "wide"),
+        ("tokenizer pat_str", None),
+        (f"model {fc1}", None),
     ):
-        for junk in (None, 1j):
-            broken, (*outer, last) = copy.deepcopy(whole), place.split()
-            inner = broken[outer[0]] if outer else broken
-            inner.pop(last)
-            if junk is not None:
-                inner[last] = junk
-            torch.save(broken, file)
-            refuses("finetuned-cola.pt", finetune.load_tuned, "cola", args)
+        broken, (*outer, last) = copy.deepcopy(whole), place.split()
+        inner = broken[outer[0]] if outer else broken
+        inner.pop(last)
+        if junk is not None:
+            inner[last] = junk
+        torch.save(broken, file)
+        refuses("finetuned-cola.pt", finetune.load_tuned, "cola", args)
     start = finetune.read_start("out/run", "")
     del start["model"][fc1]
     refuses(f"missing {fc1}", finetune.make_model, start, "cola", 32, 0)
 
 
-def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch, really):
     """The flag compiles, once for all lengths. (The tracer alone: the rest is train.py's.)"""
     seen, compiled = [], torch.nn.Module.compile
 
     def compile(self, **how):
         seen.append(how)
-        compiled(self, backend="eager", **how)
+        if really:
+            compiled(self, backend="eager", **how)
 
     monkeypatch.setattr(finetune, "can_compile", lambda device: True)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
@@ -3932,41 +4058,31 @@ def test_bag_of_words(at_run, tmp_path):
     "flags, says",
     [
         ("foo", "docs"),
+        ("cola", "is one process: python, not torchrun"),
         ("cola --data_dir nowhere", "nowhere"),
         ("cola --length 2", "--length"),
         ("cola --data_dir {tmp}", "has no rows"),
         ("cola --ckpt nowhere", "no checkpoint at nowhere"),
-        ("cola --ckpt x*.pt", "no checkpoint at x*.pt"),
         ("docs --predict", "no test rows"),
         ("cola --eval_only", "finetuned-cola.pt: python finetune.py --task cola makes one"),
         ("cola --eval_only --ckpt out/run/ckpt.pt", "no model fine-tuned on cola"),
-        ("cola --eval_only --ckpt out/run/ckpt_*.pt", "no model fine-tuned on cola"),
-        ("cola --eval_only --ckpt scratch", "no model fine-tuned on cola at scratch"),
         ("mnli --ckpt {tmp} --predict_text a|||b", "no model fine-tuned on mnli"),
         ("all --eval_only", "no model fine-tuned on cola"),
-        ("ax --out_dir {tmp}", "mnli at {tmp}"),
         ("ax --ckpt scratch", "no model fine-tuned on mnli at scratch"),
-        ("ax --ckpt bow", "to learn"),
-        ("ax --ckpt out/run/ckpt_*.pt", "no model fine-tuned on mnli"),
         ("all --ckpt bow", "one task"),
         ("cola --ckpt bow --predict_text a", "no model"),
         ("squad --ckpt bow", "classes"),
         ("all --data_dir {tmp}/MNLI", "nothing of GLUE"),
         ("ax --predict_text a", "for ax: mnli"),
         ("cola --predict_text a|||b", "takes 1 text(s)"),
-        ("cola --predict_text=", "takes 1 text(s)"),
         ("squad --predict_text who|||", "takes 2 text(s)"),
-        ("cola --epochs 10001", "[1, 10000]"),
         ("cola --seeds 0", "[1, 1000]"),
-        ("cola --seeds 1001", "[1, 1000]"),
         ("cola --lr 1 0", "1e9)"),
-        ("cola --lr 1e30", "(0, 1e9)"),
-        ("cola --limit_train 0", "[1, 1e9]"),
-        ("cola --length 100001", "[1, 100000]"),
-        ("cola --batch_size 9999999", "[1, 1e6]"),
     ],
 )
-def test_finetune_mistakes(at_run, tmp_path, capsys, flags, says):
+def test_finetune_mistakes(at_run, tmp_path, capsys, monkeypatch, flags, says):
+    if "torchrun" in says:
+        monkeypatch.setenv("WORLD_SIZE", "2")
     for folder in ("CoLA", "MNLI"):
         (tmp_path / folder).mkdir()
     (tmp_path / "CoLA" / "train.tsv").write_text("")
@@ -5719,12 +5835,10 @@ def test_bench_of_data(tmp_path, corpus_file, said, monkeypatch):
 GOES_OUT = {
     "none": "roberta",
     "abs": "roberta",
-    "bert_a": "roberta",
     "sin": "roberta",
     "lsin": "roberta",
     "t5": "mpnet",
     "abs+t5": "mpnet",
-    "bert_r": "mpnet",
     "sin+t5": "mpnet",
     "t5+lsin": "mpnet",
     "rope": "roformer",
@@ -5831,7 +5945,7 @@ def apart(model, theirs, order, L):
     return max(float((a - b)[~pad].abs().max()) for a, b in found)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_roberta_comes_in_exactly(hugging, roberta, imported, again):
     found = roberta(C=48, n_layer=5, H=4, L=9, eps=1e-3) if again else imported
     model, order = probe.load_pretraining(found.run), roberta.order
@@ -5856,6 +5970,7 @@ def out_again(imported, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
     hf.main(["import", str(out_again), str(tmp_path / "again")])
     before, after = weights(imported.run), weights(tmp_path / "again")
@@ -5866,6 +5981,7 @@ def test_out_and_in_again_is_bit_equal(imported, out_again, tmp_path):
     assert command in (out_again / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_imported_run_is_a_run(imported, corpus_file, cache, tmp_path, capsys):
     run = imported.run
     sample.main(["--ckpt", str(run), "--text", f"{PARIS} [MASK]."])
@@ -5900,18 +6016,9 @@ def random_run(hugging, corpus, tmp_path):
         encoder.tokenizer = tiktoken.Encoding(**arguments)
         shutil.rmtree(tmp_path / "theirs", ignore_errors=True)
         (tmp_path / "run").mkdir(exist_ok=True)
-        torch.save(
-            {
-                "args": args,
-                "config": vars(encoder.config),
-                "data": {"dataset": "some text"},
-                "step": 7,
-                "tokenizer": arguments,
-                "tokenizer_hash": "",
-                "model": model.state_dict(),
-            },
-            tmp_path / "run" / "ckpt.pt",
-        )
+        facts = {"args": args, "config": vars(encoder.config), "data": {"dataset": "some text"}}
+        facts |= {"step": 7, "tokenizer": arguments, "tokenizer_hash": ""}
+        torch.save({**facts, "model": model.state_dict()}, tmp_path / "run" / "ckpt.pt")
         return model
 
     make.export = lambda file="run": hf.main(
@@ -5920,7 +6027,13 @@ def random_run(hugging, corpus, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("pe", [*PE_NAMES, "sin+t5", "t5+lsin", "abs+rope", "rope+t5", "sin+rel_k"])
+def slow_unless(quick, names):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize(
+    "pe", [*slow_unless(("abs", "t5", "rope"), GOES_OUT), "rel_k", "tupe_r", "rope+t5"]
+)
 def test_what_goes_out_computes_the_same(hugging, random_run, tmp_path, capsys, pe):
     """Read again by the class that the folder names, and by AutoModel. All else is refused."""
     model, folder = random_run(pe), tmp_path / "theirs"
@@ -5948,17 +6061,25 @@ def test_other_objectives_go_without_their_heads(hugging, random_run, tmp_path):
     assert exit_code(random_run.export) == 2
 
 
+def test_layers_with_the_norm_first_stay_here(random_run, tmp_path, monkeypatch, capsys):
+    def load_pre(path):
+        encoder = load(path)
+        encoder.config.norm = "pre"
+        return encoder
+
+    random_run()
+    monkeypatch.setattr(hf, "load", load_pre)
+    assert "no --norm pre" in one_line(capsys, random_run.export)
+
+
 @pytest.mark.parametrize(
     "pe, task, kind",
     [
         ("abs", "mnli", "Roberta"),
-        ("sin", "cola", "Roberta"),
         ("abs+t5", "stsb", "MPNet"),
-        ("none", "docs", "Roberta"),
         ("rope", "cola", None),
         ("abs", "squad", None),
         ("abs", "cola", "a probe"),
-        ("tupe_r", "cola", None),
     ],
 )
 def test_a_classifier_goes_out_with_its_labels(
@@ -5968,13 +6089,8 @@ def test_a_classifier_goes_out_with_its_labels(
     encoder, folder = random_run(pe).encoder, tmp_path / "theirs"
     model = finetune.Classifier(encoder, task, 40, kind == "a probe").eval()
     torch.nn.init.normal_(model.head[-1].weight)
-    row = {
-        "task": task,
-        "ckpt": "some run/tuned.pt (rte)",
-        "seed": 0,
-        **HOW,
-        "metrics": {"accuracy": 0.625},
-    }
+    row = {"task": task, "ckpt": "some run/tuned.pt (rte)", "seed": 0, **HOW}
+    row["metrics"] = {"accuracy": 0.625}
     finetune.save_model(tmp_path / "tuned.pt", model, weights(tmp_path / "run"), row)
     if kind not in ("Roberta", "MPNet"):
         assert exit_code(random_run.export, "tuned.pt") == 2 and not folder.exists()
@@ -6001,51 +6117,30 @@ def test_a_classifier_goes_out_with_its_labels(
     assert [getattr(args, key) for key in ("epochs", "length", "limit_train")] == [3, 40, 99]
 
 
-def test_the_model_card(random_run, tmp_path):
-    """It has what was asked for, and its command makes this very run."""
-    random_run(
-        "t5",
-        "mlm+pplm",
-        *shlex.split("--preset lab --steps 3 --whole_word --loss_weights 1 0.5 --no-compile"),
-    )
+@pytest.mark.parametrize("command", ["python train.py --pe t5 --objective mlm+pplm", None])
+def test_the_model_card(random_run, tmp_path, command):
+    """It has what was asked for, and the command; of a run that kept none, its flags."""
+    random_run("t5", "mlm+pplm", *shlex.split("--preset lab --steps 3 --whole_word"))
+    run = tmp_path / "run"
+    torch.save(weights(run) | ({"command": command} if command else {}), run / "ckpt.pt")
     row = {"task": "cola", "seed": 1, "lr": 0.01, "metrics": {"accuracy": 0.75}}
-    (tmp_path / "run" / "results.jsonl").write_text(json.dumps(row) + "\n")
+    (run / "results.jsonl").write_text(json.dumps(row) + "\n")
     random_run.export("run/ckpt.pt")
     card = (tmp_path / "theirs" / "README.md").read_text()
     assert "- cola, seed 1: {'accuracy': 0.75}" in card
     assert "Positions: t5. Trained on: mlm+pplm,\n7 steps, data some text." in card
-    command = shlex.split(re.search(r"^    python train.py (.*)$", card, re.M)[1])
-    made = vars(train.parse_args(command))
-    del made["given"]
-    assert made == weights(tmp_path / "run")["args"]
-    assert "--no-compile" in command and "--whole_word" in command and "--lr" not in command
+    if command:
+        assert f"\n    {command}\n" in card
+    else:
+        assert "train.py with preset lab, " in card and "steps 3, " in card and "cache" not in card
 
 
 # ----- the tokenizer
 
-PIECES = [
-    *WORDS[:9],
-    " quick",
-    " lazy",
-    "é東",
-    " capital",
-    "'ll",
-    "I'M",
-    " ",
-    "\n",
-    "\t",
-    "\xa0",
-    "\u3000",
-    "2",
-    "²",
-    "٣",
-    "\U0001f600",
-    "\x1c",
-    "\x85",
-    "e\u0301",
-    "_",
-    "[",
-]
+PIECES = (
+    " quick| lazy|é東| capital|'ll|I'M| |\n|\t|\xa0|\u3000|2|²|٣|\U0001f600|\x1c|\x85|e\u0301|_|["
+)
+PIECES = [*WORDS[:9], *PIECES.split("|")]
 ANY_TEXT = st.text(max_size=40) | st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
 
 
@@ -6080,6 +6175,7 @@ def test_tokenizer_json_cuts_as_tiktoken_does(hugging, random_run, tmp_path):
     assert len(theirs) == ours.n_vocab and theirs.model_max_length == 140
 
 
+@pytest.mark.slow
 def test_tokenizer_json_of_gpt2(hugging, out_again):
     theirs = hugging.AutoTokenizer.from_pretrained(out_again)
     check_tokenizer(tiktoken.Encoding(**data.encoding_arguments(data.gpt2_state())), theirs)
@@ -6101,17 +6197,9 @@ def refused(direction, source, target, capsys):
     "change, says",
     [
         (dict(hidden_act="relu"), "its hidden_act is relu"),
-        (
-            dict(position_embedding_type="relative_key"),
-            "its position_embedding_type is relative_key",
-        ),
-        (dict(tie_word_embeddings=False), "its tie_word_embeddings is False"),
-        (dict(pad_token_id=0), "its pad_token_id is 0"),
-        (dict(type_vocab_size=2), "its type_vocab_size is 2"),
         (dict(model_type="bert"), "its model_type is bert"),
         (dict(model_type="a new one"), "cannot be read"),
         (dict(num_hidden_layers=2), "missing roberta.encoder.layer.1"),
-        (dict(intermediate_size=17), "cannot be read"),
     ],
     ids=str,
 )
@@ -6127,7 +6215,6 @@ def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says
     "key, says",
     [
         ("roberta.encoder.layer.0.output.dense.bias", "missing"),
-        ("lm_head.layer_norm.weight", "missing"),
         ("roberta.encoder.layer.0.adapter.weight", "extra"),
     ],
 )
@@ -6143,6 +6230,7 @@ def test_a_missing_or_an_extra_tensor(imported, tmp_path, capsys, key, says):
     assert f"RoBERTa: {says} {key}\n" in refused("import", folder, tmp_path / "run", capsys)
 
 
+@pytest.mark.slow
 def test_damage_and_other_tokens_are_refused(imported, tmp_path, capsys):
     run, folder = tmp_path / "run", shutil.copytree(imported.folder, tmp_path / "edited")
     assert "cannot be read" in refused("import", tmp_path / "nowhere", run, capsys)
@@ -6161,7 +6249,12 @@ def test_damage_and_other_tokens_are_refused(imported, tmp_path, capsys):
 def test_hf_leaves_a_folder_alone_and_needs_transformers(random_run, tmp_path, monkeypatch, capsys):
     random_run()
     (tmp_path / "mine").mkdir()
-    assert "mine" in refused("export", tmp_path / "run", tmp_path / "mine", capsys)
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "fetch", failing(AssertionError))  # before all its work
+        patch.setattr(hf, "load", failing(AssertionError))
+        for direction in ("import", "export"):
+            error = refused(direction, tmp_path / "run", tmp_path / "mine", capsys)
+            assert "mine is there already: name another" in error
     assert "no checkpoint" in refused("export", tmp_path / "nowhere", tmp_path / "out", capsys)
     monkeypatch.setattr(hf, "transformers", None)
     assert "pip install transformers" in refused("export", tmp_path / "run", tmp_path / "o", capsys)
@@ -6281,15 +6374,15 @@ def test_exercises_name_real_tests_and_code():
 
 
 def test_layout_is_flat_and_lines_are_short():
-    """What design and ruff cannot see: nested loops are no
-    comprehensions, and nothing imports from train.py but tests, the benchmark and hf.py's card."""
+    """What design and ruff cannot see: nested loops are no comprehensions, and nothing imports from
+    train.py but tests and the benchmark."""
     files = sorted(HERE.glob("*.py"))
     for file in [*files, *HERE.glob("results/*.py")]:
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree) if file.name != "test_all.py" else ():
             assert len(getattr(node, "generators", [])) < 2, f"{file.name}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.module == "train":
-                assert file.name in ("bench.py", "hf.py")
+                assert file.name == "bench.py"
 
 
 def soak(n_kills=20, seed=0):

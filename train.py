@@ -37,7 +37,7 @@ from data import (
     Batches,
     DataConfig,
     encoding_arguments,
-    find_prepared,
+    open_prepared,
     prepare,
     validation_batches,
 )
@@ -229,8 +229,8 @@ def train(args, progress):
         print(f"resumed at step {step}" if step else f"the run lives in {folder}")
 
     # ---- The loop.
-    signals, losses, stopping = common.Signals(), [], 0
-    progress.at_the_end.callback(signals.restore)  # however it ends
+    signals = progress.at_the_end.enter_context(common.Signals())  # given back however it ends
+    losses, stopping = [], 0
     parameters = list(model.parameters())
     agree_every = max(1, STOP_EVERY // args.grad_accum)  # torchrun kills 30 s after its SIGTERM
     sums, since, began = defaultdict(float), step, time.perf_counter()
@@ -322,7 +322,7 @@ def train(args, progress):
     bar.close()
     if world > 1:
         dist.barrier()  # torchrun ends them all when one has left: not before all is saved
-    signals.restore()
+    progress.at_the_end.close()
     if main_process:
         say_goodbye(args, folder, step if stopping else None)
     if world > 1 or stopping:
@@ -517,9 +517,9 @@ def pick_precision(device, name, checkpoint):
 def find_data(args, checkpoint):
     """-> the corpus: what a run had that goes on, if it still lies prepared, whether or not its
     text does; else prepared."""
-    if checkpoint:
-        if corpus := find_prepared(checkpoint["data"], args.cache):
-            return corpus
+    with contextlib.suppress(ValueError):
+        if checkpoint:
+            return open_prepared(checkpoint["data"], args.cache, args.dataset)
     return prepare(**vars(pick_fields(DataConfig, args)))
 
 
