@@ -685,7 +685,7 @@ def used_hooks(component):
 def parse_pe(pe: str) -> dict:
     """'bert_r' -> {'abs': Absolute, 't5': T5Bias}. Raises ValueError, with the reason, on what is
     not legal; names in SCHEMES always are."""
-    components, owner = [], {}
+    components, parts, owner = [], {}, {}
     for name in [pe] if pe in SCHEMES else pe.split("+"):
         if name not in SCHEMES:
             raise ValueError(
@@ -693,9 +693,12 @@ def parse_pe(pe: str) -> dict:
             )
         components += SCHEMES[name]
     # A component is called by the first name that it has alone.
-    alone = {parts[0]: name for name, parts in reversed(SCHEMES.items()) if len(parts) == 1}
-    parts = {alone[component]: component for component in components}
-    for name, component in parts.items() if pe not in SCHEMES else ():
+    name_of = {sums[0]: name for name, sums in reversed(SCHEMES.items()) if len(sums) == 1}
+    for component in components:
+        name = name_of[component]
+        parts[name] = component
+        if pe in SCHEMES:
+            continue
         if component.alone:
             raise ValueError(f"pe {pe}: {name} stands alone, it cannot be part of a sum")
         for hook in used_hooks(component):

@@ -41,7 +41,15 @@ import torch.nn.functional as F
 import fast
 from common import check_settings, setting
 from data import word_starts
-from model import N_SPECIALS, UNKNOWN_POS, Encoder, XavierLinear, compute_dtype, init_weights
+from model import (
+    N_SPECIALS,
+    UNKNOWN_POS,
+    Encoder,
+    Positions,
+    XavierLinear,
+    compute_dtype,
+    init_weights,
+)
 
 PAIR_HIDDEN = 64  # width of the pair head's MLP
 
@@ -508,8 +516,8 @@ class TC(Objective):
         """e (B, L, C): what is subtracted."""
         if self.cfg.tc_embedding == "input_layer":  # P2's code
             tokens = batch["tokens"]
-            in_order = torch.arange(tokens.size(1), device=tokens.device)[None]
-            return encoder.embed(tokens, batch.get("pos", in_order))
+            in_order = torch.arange(tokens.size(1), device=tokens.device)
+            return encoder.embed(tokens, Positions(batch.get("pos", in_order)))
         tokens = batch["tokens" if self.cfg.tc_embedding == "input" else "original"]
         return encoder.tok(tokens) * encoder.pe.token_scale
 

@@ -1142,7 +1142,7 @@ def test_t5_bias_equals_transformers():
     with torch.no_grad():
         ours.table.weight[:32] = attention.relative_attention_bias.weight
     theirs = attention.compute_bias(40, 40)
-    close(ours.bias(torch.arange(40)[None]), theirs, 1e-6)
+    close(ours.bias(Positions(torch.arange(40))), theirs, 1e-6)
 
 
 ROBERTA_NAMES = "self.query self.key self.value output.dense output.LayerNorm"
@@ -4242,7 +4242,7 @@ def test_families_of_schemes():
     """From what a scheme does, not from its name."""
     found = {name: probe.FAMILIES[probe.family(tiny(name))].split()[0] for name in PE_NAMES}
     expected = {"none": "no"} | dict.fromkeys(["abs", "bert_a", "sin", "lsin"], "at")
-    offsets = "rel rel_k rsin rlsin t5 t5_untie_cls rope alibi".split()
+    offsets = "rel rel_k rsin rlsin t5 t5_untie_cls deberta rope alibi".split()
     expected |= dict.fromkeys(offsets, "by")
     for name in PE_NAMES:
         apart = name.startswith("tupe") or name == "bert_ad"

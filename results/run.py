@@ -215,7 +215,7 @@ def trained(folder, command):
         return False
     first, *lines = read(folder / "log.jsonl")
     wanted = vars(train.parse_args(shlex.split(command)[2:]))
-    for flag in wanted.keys() - train.FREE_FLAGS - {"dataset"}:
+    for flag in wanted.keys() - train.FREE_FLAGS - {"dataset", "given"}:
         there = first["args"].get(flag, wanted[flag])
         if there != wanted[flag]:
             raise ValueError(f"{folder} has --{flag} {there}, not {wanted[flag]}: move it away")
@@ -348,7 +348,9 @@ def run_first(settings):
 def announce(wanted, settings):
     """Say what is left out, and how long a paper's table takes. Raises ValueError where the
     environment lacks something."""
-    tasks = {task for t, n in wanted for task, *_ in plan(TABLES[t][n][1], 1)} & {*finetune.GLUE}
+    tasks = set()
+    for table, name in wanted:
+        tasks |= {task for task, *_ in plan(TABLES[table][name][1], 1)} & {*finetune.GLUE}
     of_papers = [pair for pair in wanted if pair[0] in PAPERS]
     needed = ["TEXT"] * any(find(name)[0] in WEB for _, name in wanted)
     needed += ["GLUE"] * bool(tasks and len(of_papers) < len(wanted))
