@@ -7,6 +7,7 @@ and the words of a batch are scored, and the clipped update of step_or_skip.
 
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -28,9 +29,11 @@ def draw(kept: torch.Tensor, cut: int) -> None:
     An operator, so that a compiler takes it as it is; in place, because of two calls with the same
     arguments it would make one, and all layers would drop the same numbers.
     """
-    draws = torch.empty(-(-kept.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    numbers = draws.view(torch.int16)[: kept.numel()].view(kept.shape)
-    kept.copy_(numbers >= cut - 32768).mul_(65536 / (65536 - cut))
+    # numpy's generator takes a quarter of the time; torch's decides where it starts.
+    source = np.random.SFC64(int(torch.randint(2**62, ())))
+    draws = source.random_raw(-(-kept.numel() // 4)).view(np.int16)
+    numbers = torch.from_numpy(draws)[: kept.numel()].view(kept.shape)
+    kept.copy_((numbers >= cut - 32768).view(torch.int8)).mul_(65536 / (65536 - cut))
 
 
 def drop(x, p):
