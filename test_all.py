@@ -6337,9 +6337,8 @@ def test_what_the_readme_adds_passes_the_tests(extended):
         "-W",
         "ignore",
     )
-    failed = re.findall(r"FAILED test_all.py::(\S+) - (.*)", done.stdout)
-    names = [name for name, _ in failed]
-    assert names == ["test_attention_equals_triple_loop[kerple]"], done.stdout
+    failed = re.findall(r"FAILED test_all.py::(\S+)", done.stdout)
+    assert failed == ["test_attention_equals_triple_loop[kerple]"], done.stdout
     assert "kerple has no equation yet: write it into logit in naive.py" in done.stdout
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
     assert passed > 10, done.stdout

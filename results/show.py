@@ -1,5 +1,6 @@
 """What run.py prints of the rows, and the pictures that it draws of them."""
 
+import itertools
 import re
 import statistics
 
