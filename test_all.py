@@ -6341,7 +6341,7 @@ def test_what_the_readme_adds_passes_the_tests(extended):
     assert failed == ["test_attention_equals_triple_loop[kerple]"], done.stdout
     assert "kerple has no equation yet: write it into logit in naive.py" in done.stdout
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    assert passed > 10, done.stdout
+    assert passed > 5, done.stdout
 
 
 def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path, monkeypatch):
