@@ -112,7 +112,7 @@ def tables_of(encoder):
         vectors = part.embed(places)
         if vectors is not None:
             tables["embed"] = vectors[0]
-    nothing = torch.zeros(1, cfg.n_head, cfg.max_len, cfg.d_head)
+    nothing = encoder.tok.weight.new_zeros(1, cfg.n_head, cfg.max_len, cfg.d_head)
     bias = encoder.logits(nothing, nothing, places, 0)[0]  # of queries and keys that say nothing
     if bias.any():
         tables["bias"] = bias
@@ -188,8 +188,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     target = Path(args.page)
     with one_line_errors():
-        if target.suffix != ".html" or target.is_dir():
-            raise ValueError(f"{target} is no FILE.html; that is what comes last, after the runs")
+        if target.suffix != ".html" or target.is_dir() or not target.parent.is_dir():
+            raise ValueError(
+                f"{target}: last, after the runs, comes FILE.html in a folder there is"
+            )
         if target.resolve() == SOURCE.resolve():
             raise ValueError(f"{target} is the source of all pages: take another name or folder")
         data = data_of(args.runs or newest_runs())
