@@ -5914,8 +5914,8 @@ HERE_AND_THERE = """(run, tokens, pos) => {
 
 
 def beside_python(browser, n, model, texts):
-    """The page's n-th run beside a model of ours: largest differences of hidden states, word and
-    pair probabilities. Some words claim other places."""
+    """The page's n-th run beside a model of ours: largest differences of hidden states, largest
+    relative ones of word and of pair probabilities. Some words claim other places."""
     encoder, worst = model.encoder, np.zeros(3)
     cfg, most = encoder.config, encoder.config.max_len - 2
     for text in texts:
@@ -5935,7 +5935,9 @@ def beside_python(browser, n, model, texts):
         given = f"runs[{n}], {tokens[0].tolist()}, {pos[0].tolist()}"
         theirs = browser.numbers(f"({HERE_AND_THERE})({given})")
         for kind, (own, found) in enumerate(zip((hidden, p, pairs), theirs)):
-            worst[kind] = max(worst[kind], abs(own.numpy().ravel() - found).max())
+            own = own.numpy().ravel()
+            apart = abs(own - found) / (own + 1e-30 if kind else 1)
+            worst[kind] = max(worst[kind], apart.max())
     return worst
 
 
@@ -6094,6 +6096,27 @@ def test_a_page_is_driven(browser, page_run, tmp_path):
     assert [url for url in requests if not url.startswith("data:")] == [
         (tmp_path / "page.html").as_uri()
     ]
+
+
+@pytest.mark.slow
+def test_a_page_of_any_objective_opens(browser, page_run, tmp_path):
+    """Parts for which no run has a head say so; and the source itself says what it is."""
+    for name in ("mlm", "pplm_binary", "pmlm", "nsp+tc"):
+        page.main([page_run(name, name), str(tmp_path / "page.html")])
+        browser.open(tmp_path / "page.html")
+        missing = browser.js(
+            "document.body.innerText.split('No run here was trained to').length - 1"
+        )
+        assert missing == (name != "mlm") + (name != "pplm_binary")
+        if name == "pplm_binary":
+            browser.js("shuffle(); ask()")
+            answer = "document.getElementById('answers').textContent"
+            assert "which words moved" in browser.js(answer)
+        browser.click("#look button", 1)
+        assert browser.heard("Runtime.exceptionThrown") == []
+    browser.open(page.SOURCE)
+    assert "python page.py RUN" in browser.js("document.getElementById('about').textContent")
+    assert browser.heard("Runtime.exceptionThrown") == []
 
 
 @pytest.mark.slow
