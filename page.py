@@ -25,10 +25,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common import Parser, one_line_errors, read_rows, write_aside
-from model import PE_NAMES, Block, Component, parse_pe, used_hooks
+from common import Parser, one_line_errors, read_rows, written_aside
+from model import PE_NAMES, Block, Component, Positions, parse_pe, used_hooks
 from objectives import PairHead, TokenObjective
-from probe import load_pretraining, position_objective, probe_words
+from probe import probe_words
+from sample import load_pretraining, position_objective
 
 SOURCE = Path(__file__).with_name("page.html")
 MARK = '<script type="application/json" id="data">null</script>'
@@ -44,7 +45,9 @@ N_WORDS = 8  # rows of one word that the page averages over: a browser is slower
 
 def can_go(pe):
     """Does a scheme act through embed and bias alone, or is it rope?"""
-    hooks = {hook for name in parse_pe(pe) if name != "rope" for hook in used_hooks(name)}
+    hooks = set()
+    for name, component in parse_pe(pe).items():
+        hooks |= set() if name == "rope" else set(used_hooks(component))
     return hooks <= {"embed", "bias"}
 
 
@@ -56,6 +59,8 @@ def check(path, model):
     if not can_go(pe):
         able = ", ".join(filter(can_go, PE_NAMES))
         raise ValueError(f"{path}: a page cannot run pe {pe}; it can run {able}, and sums of them")
+    if model.encoder.config.norm != "post":
+        raise ValueError(f"{path}: a page cannot run --norm pre")
     if model.causal:
         raise ValueError(f"{path}: clm reads from the left alone, a page from both sides")
     if position and position.cfg.pair_from == "last":
@@ -107,11 +112,9 @@ def tables_of(encoder):
     """What the scheme adds at places 0 .. L-1 -> {"embed": (L, C), "bias": (H, L, L)}, as far as
     it adds something."""
     cfg, tables = encoder.config, {}
-    places = torch.arange(cfg.max_len)[None]
-    for part in encoder.pe.parts.values():
-        vectors = part.embed(places)
-        if vectors is not None:
-            tables["embed"] = vectors[0]
+    places = torch.arange(cfg.max_len)
+    if part := encoder.pe.part_with["embed"]:
+        tables["embed"] = part.embed(Positions(places))[0]
     nothing = encoder.tok.weight.new_zeros(1, cfg.n_head, cfg.max_len, cfg.d_head)
     bias = encoder.logits(nothing, nothing, places, 0)[0]  # of queries and keys that say nothing
     if bias.any():
@@ -197,7 +200,8 @@ def main(argv=None):
         data = data_of(args.runs or newest_runs())
         text = json.dumps(data).replace("<", "\\u003c")  # </script> would end the data
         text = SOURCE.read_text(encoding="utf-8").replace(MARK, MARK.replace("null", text))
-        write_aside(target, lambda handle: handle.write(text.encode()))
+        with written_aside(target) as handle:
+            handle.write(text.encode())
     names = ", ".join(run["name"] for run in data["runs"])
     print(f"{target}: {len(text) / 1e6:.1f} MB, {names}; open it in a browser")
 

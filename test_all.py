@@ -6655,13 +6655,13 @@ def test_a_page_puts_words_in_order_as_probe_does(browser, page_run, tmp_path):
         true = torch.arange(n) - torch.arange(n)[:, None]
         logits = 3 * torch.randn(n, n, 127, generator=rng) + 4 * F.one_hot(true + 63, 127)
         text = f"Float32Array.from({logits.flatten().tolist()}), {given.tolist()}"
-        best = probe.best_order(logits.log_softmax(-1), given)
+        best = sample.best_order(logits.log_softmax(-1), given)
         assert browser.js(f"best_order({text})") == best.tolist()
         p = logits.softmax(-1).gather(-1, (given - given[:, None] + 63)[..., None])[..., 0]
         p = p.fill_diagonal_(0)
         alike(browser.js(f"believed({text})"), (p.sum(0) + p.sum(1)) / (2 * n - 2), 1e-6)
         right = browser.js(f"pairs_right({(given - 1).tolist()})")
-        assert right == pytest.approx(probe.pairs_right(given), abs=1e-6)
+        assert right == pytest.approx(sample.pairs_right(given), abs=1e-6)
 
 
 @pytest.mark.slow
