@@ -6893,15 +6893,6 @@ def test_commands_of_the_readme_parse(monkeypatch):
             modules[script].parse_args(flags)
 
 
-def test_exercises_name_real_tests_and_code():
-    """Blank this method, run this test: both are there."""
-    rows = re.findall(r"`(\w+)\.(\w+)` in (\w+)\.py.*?`(test_\w+)`", README, re.DOTALL)
-    assert len(rows) >= 4
-    for owner, method, module, test in rows:
-        assert callable(getattr(getattr(sys.modules[module], owner), method))
-        assert test in globals()
-
-
 def test_layout_is_flat_and_lines_are_short():
     """What design and ruff cannot see: nested loops are no comprehensions, and nothing imports from
     train.py but tests and the benchmark."""
