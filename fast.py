@@ -167,7 +167,7 @@ def loss_in_chunks(head, parameters, x, target, weight, measure, width, judge):
     # At least eight times the head's own weights, whose gradient each chunk adds up.
     own = sum(4 * p.numel() for p in parameters)
     size = max(1, (max(CACHE_BYTES, 8 * own) if at_once else CHUNK_BYTES) // (4 * width))
-    if at_once:
+    if at_once and size < len(x):
         total = AtOnce.apply(sums, size, x, target, weight, *parameters)
     else:
         chunks = zip(x.split(size), target.split(size), weight.split(size))

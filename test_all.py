@@ -1892,6 +1892,7 @@ def test_chunks_keep_nothing_for_the_backward_pass(monkeypatch, objective, flags
         for compiling, budget in ((True, 1 << 30), (True, small), (False, small)):
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda now=compiling: now)
             monkeypatch.setattr(fast, "CHUNK_BYTES", budget)
+            monkeypatch.setattr(fast, "CACHE_BYTES", budget)
             alive.clear()
             loss, _ = part.loss(model.encoder, hidden, batch)
             gc.collect()
