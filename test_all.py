@@ -6629,7 +6629,10 @@ def test_a_page_computes_what_python_does(browser, page_run, tmp_path):
 def test_a_page_has_the_tokens_of_tiktoken(browser, page_run, tmp_path):
     from pydoc_data.topics import topics
 
-    page.main([page_run("a"), str(tmp_path / "page.html")])
+    # A BPE of the same text, so that words are joined from many pieces.
+    texts = [text[:5000] for text in topics.values()]
+    run = page_run("a", tokenizer=data.bpe_state([(lambda: iter(texts), 0)]))
+    page.main([run, str(tmp_path / "page.html")])
     browser.open(tmp_path / "page.html")
     encoding = load(tmp_path / "out" / "a").tokenizer
     lines = [line for text in topics.values() for line in text.splitlines()][:3000]
@@ -6637,6 +6640,7 @@ def test_a_page_has_the_tokens_of_tiktoken(browser, page_run, tmp_path):
     lines += [
         *SENTENCES,
         odd,
+        *(c * n for c in "ae.=- " for n in range(2, 12)),  # neighbours of one rank: the first
         *(f"a{chr(c)} {chr(c)}{chr(c)}b" for c in range(0x3100) if chr(c).isspace()),
     ]
     lines = [line.replace("[MASK]", "") for line in lines]
@@ -6651,8 +6655,10 @@ def test_a_page_puts_words_in_order_as_probe_does(browser, page_run, tmp_path):
     page.main([page_run("a"), str(tmp_path / "page.html")])
     browser.open(tmp_path / "page.html")
     rng = torch.Generator().manual_seed(0)
-    for n in (3, 5, 12, 30):
+    for n in (2, 3, 5, 12, 30):
         given = torch.randperm(n, generator=rng) + 1
+        if n == 5:  # believed as it is: which is no answer
+            given = torch.arange(n) + 1
         true = torch.arange(n) - torch.arange(n)[:, None]
         logits = 3 * torch.randn(n, n, 127, generator=rng) + 4 * F.one_hot(true + 63, 127)
         text = f"Float32Array.from({logits.flatten().tolist()}), {given.tolist()}"
@@ -6728,6 +6734,9 @@ def test_a_page_is_driven(browser, page_run, tmp_path):
     # Looks: arcs of two runs, from the word under the mouse; as a map; at places only.
     browser.mouse("mouseMoved", browser.at("#look button", 2))
     assert browser.js("looking") == 2
+    browser.js("document.querySelectorAll('#look button')[1].focus()")
+    browser.mouse("mouseMoved", browser.at("#look button", 3))
+    assert browser.js("looking") == 3  # a mouse goes on where a key was
     assert browser.js("document.querySelectorAll('#maps path').length") == 2 * (n + 2)
     sums = browser.js(
         "runs.map((run) => chosen_map(run).slice(0, ids.length + 2).reduce((a, b) => a + b))"
