@@ -59,8 +59,6 @@ def check(path, model):
     if not can_go(pe):
         able = ", ".join(filter(can_go, PE_NAMES))
         raise ValueError(f"{path}: a page cannot run pe {pe}; it can run {able}, and sums of them")
-    if model.encoder.config.norm != "post":
-        raise ValueError(f"{path}: a page cannot run --norm pre")
     if model.causal:
         raise ValueError(f"{path}: clm reads from the left alone, a page from both sides")
     if position and position.cfg.pair_from == "last":
