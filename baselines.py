@@ -2,15 +2,10 @@
 
     known = baselines(model, unigram)       # of a Pretraining -> {name: nats}, printed and logged
 
-mlm, clm      uniform     every word alike; unigram: how frequent words are
-tc, nsp       constant    always the same answer
-pplm and its kin, for rows of n = L - 2 eligible tokens:
-  prior       how frequent offsets are, p(r) ~ n - |r|
-  copy        pplm: also the two given positions, no token
-  selected    pplm: also which places were selected; moved: also which of them really moved
-  free_slots  pmlm: which places are hidden
-  some_moved  pplm_some: which places moved
-  binary      pplm_binary: how often the given offset is the true one
+What each one knows stands in MEANING; which an objective has, in `of_part`. For pplm and its kin
+rows have n = L - 2 eligible tokens; prior is p(r) ~ n - |r|, and each later one also knows what
+those before it know: copy the two given positions, but no token; selected, which places were
+selected; moved, which of them really moved.
 
 Below copy, tokens are being read; below moved, free_slots and some_moved, order is known for sure.
 Above these probe.py asks whether the loss rises when the words stand in another order.
@@ -21,6 +16,18 @@ import math
 import numpy as np
 
 N_SPECIALS = 8
+MEANING = {  # what one knows who loses so much
+    "uniform": "which answers there are",
+    "unigram": "how frequent words are",
+    "constant": "how frequent the answers are",
+    "prior": "how frequent each distance is",
+    "copy": "where two words seem to stand, but no word",
+    "selected": "where they seem to stand and which words were picked",
+    "moved": "where they seem to stand and which words really moved",
+    "free_slots": "which places are hidden",
+    "some_moved": "which places moved",
+    "binary": "how often a distance is the true one",
+}
 NAMES = {
     "pplm": ("prior", "copy", "selected", "moved"),
     "pmlm": ("prior", "free_slots"),
@@ -38,6 +45,11 @@ def baselines(model, unigram) -> dict:
         for key, value in of_part(name, part.cfg, shape, unigram).items():
             found[prefix + key] = value
     return found
+
+
+def meaning_of(name):
+    """pplm.copy -> what one knows who loses so much, in words."""
+    return MEANING[name.rpartition(".")[2]]
 
 
 def of_part(name, cfg, shape, unigram):

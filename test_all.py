@@ -2368,6 +2368,11 @@ def test_each_part_is_set_beside_its_own_baselines():
     both = {"mlm.uniform": 9.0, "mlm.unigram": 6.7, "pplm.uniform": 4.8, "pplm.prior": 4.6}
     two = {"val_loss": 11.0, "val_mlm": 6.5, "val_pplm": 4.7}
     assert train.passed(two, both) == " (0.200 below mlm.unigram, 0.100 below pplm.uniform)"
+    words, pairs = train.learned(two, both)
+    assert "mlm loses 6.50 nats a word" in words and "how frequent words are (6.70)" in words
+    assert "not yet better" not in words
+    assert "; better than knowing only which answers there are (4.80)" in pairs
+    assert "; not yet better than knowing only how frequent each distance is (4.60)" in pairs
     assert train.passed({"val_loss": 15.0, "val_mlm": 9.5, "val_pplm": 5.0}, both) == ""
 
 
@@ -2507,7 +2512,7 @@ def test_run_learns_logs_and_saves(run, tmp_path, said):
     names = "ckpt.pt ckpt_prev.pt ckpt_20.pt ckpt_40.pt ckpt_60.pt config.json tokenizer.json .lock"
     assert {file.name for file in folder.iterdir()} == {*names.split(), "log.jsonl"}
     out = said()
-    assert "baselines (nats): uniform" in out and "--preset paper" in out.splitlines()[-1]
+    assert "what it learned: mlm loses" in out and "--preset paper" in out.splitlines()[-1]
     encoder = load(folder)
     words = encoder.tokenizer.encode_ordinary("the fox")
     assert not encoder.training and encoder.tokenizer.decode(words) == "the fox"
@@ -2569,7 +2574,7 @@ def test_signals_are_given_back(run, monkeypatch):
 
 def test_the_hint_keeps_what_was_asked_for(said):
     args = train.parse_args("--pe tupe_r --pos_rate .15 --objective pplm --steps 3".split())
-    train.say_goodbye(args, Path("run"), None)
+    train.say_goodbye(args, Path("run"), {}, {}, 60)
     assert "train.py --pe tupe_r --pos_rate 0.15 --objective pplm --preset paper" in said()
 
 

@@ -1,12 +1,12 @@
 """Pre-train a text encoder: any positional scheme (--pe) with any objective (--objective).
 
-    python train.py                                     # abs, mlm, preset demo: a CPU, minutes
-    python train.py --pe tupe_r --objective pplm        # TUPE-R, relative position prediction
-    python train.py --pe tupe_r --objective pplm --preset paper         # the paper's size, one GPU
-    torchrun --nproc_per_node 4 train.py --preset base --pe tupe_r      # several GPUs
+    python train.py --pe tupe_r                       # guess masked words: minutes on a CPU
+    python train.py --pe tupe_r --objective mlm+pplm --pos_rate .15 --n_head 16 --steps 3000
+    torchrun --nproc_per_node 4 train.py --pe tupe_r --preset base      # several GPUs
 
-A run lives in out/<dataset>-<preset>-<pe>-<objective>-s<seed>/. Killed or stopped, it goes on with
---resume. Any flag overrides its preset.
+The second also asks where shuffled words stood, the third has BERT's size. A run lives in
+out/<dataset>-<preset>-<pe>-<objective>-s<seed>/; stopped, it goes on with --resume. Any flag
+overrides its preset.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import common
 import sample
-from baselines import baselines, unigram_entropy
+from baselines import baselines, meaning_of, unigram_entropy
 from common import one_line_errors, pick_fields, read_checkpoint, read_rows, setting
 from data import (
     Batches,
@@ -74,6 +74,13 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
+# What an objective's loss is a mean over, by its kind.
+UNITS = {
+    "token": "a word",
+    "position": "a pair of words",
+    "sentence": "an answer",
+    "contrastive": "an answer",
+}
 STOP_EVERY = 10  # micro-batches after which several processes agree on whether to stop
 # Flags that may change when a run is resumed: the machine's, and those of files and logs. Of
 # grad_accum and the number of processes the product has to stay (identity).
@@ -218,15 +225,17 @@ def train(args, progress):
         step = start_anew(model, args, facts, main_process)
     flops = count_flops(model, batches, args, amp, device) * n_micro
     if main_process:
+        announce(args, model, batches, f"{device}, {name_of(dtype)} ({why})", rows, flops)
         known = facts["baselines"] = what_losses_are_worth(model, corpus, checkpoint)
         text = args.sample or sample.fixed_sentence(model, corpus)
         progress.lock = open_folder(folder, facts, corpus, step)  # held until the process ends
     progress.saved = step  # from here on nothing is a user's mistake
     net, how = wrap(model, args, device, world)
     if main_process:
-        announce(args, model, batches, f"{device}, {name_of(dtype)} ({why}){how}", rows, flops)
-        print("baselines (nats): " + ", ".join(f"{k} {v:.3f}" for k, v in known.items()))
+        announce_baselines(known)
         print(f"resumed at step {step}" if step else f"the run lives in {folder}")
+        if how:
+            print(how, flush=True)
 
     # ---- The loop.
     signals = progress.at_the_end.enter_context(common.Signals())  # given back however it ends
@@ -234,7 +243,8 @@ def train(args, progress):
     parameters = list(model.parameters())
     agree_every = max(1, STOP_EVERY // args.grad_accum)  # torchrun kills 30 s after its SIGTERM
     sums, since, began = defaultdict(float), step, time.perf_counter()
-    saved_at = began
+    saved_at = started = began
+    row = {}
     hidden = None if main_process else True  # None: shown in a terminal alone
     bar = tqdm(total=args.steps, initial=step, unit="step", leave=False, disable=hidden)
     model.train()
@@ -324,7 +334,12 @@ def train(args, progress):
         dist.barrier()  # torchrun ends them all when one has left: not before all is saved
     progress.at_the_end.close()
     if main_process:
-        say_goodbye(args, folder, step if stopping else None)
+        if stopping:
+            print(
+                f"stopped at step {step}, saved in {folder}; --resume goes on with the same command"
+            )
+        else:
+            say_goodbye(args, folder, row, known, time.perf_counter() - started)
     if world > 1 or stopping:
         common.leave(128 + stopping if stopping else 0)
 
@@ -388,13 +403,34 @@ def passed(row, known):
     notes = []
     for part in OBJECTIVES:
         loss = row.get(f"val_{part}", math.inf)
-        # "copy" of one objective, "pplm.copy" of several
-        own = [name for name in known if "." not in name or name.startswith(f"{part}.")]
-        below = [(known[name], name) for name in own if loss < known[name]]
+        below = [pair for pair in baselines_of(part, known) if loss < pair[0]]
         if below:
             value, name = min(below)
             notes.append(f"{value - loss:.3f} below {name}")
     return f" ({', '.join(notes)})" if notes else ""
+
+
+def baselines_of(part, known):
+    """[(nats, name)]: "copy" of one objective, "pplm.copy" of several."""
+    own = [name for name in known if "." not in name or name.startswith(f"{part}.")]
+    return [(known[name], name) for name in own]
+
+
+def learned(row, known):
+    """What the loss on text that it has not seen is worth, a sentence for each part of the
+    objective: the best baseline that it has passed, and the next one, which it has not."""
+    for part in OBJECTIVES:
+        if f"val_{part}" not in row:
+            continue
+        loss, own = row[f"val_{part}"], sorted(baselines_of(part, known))
+        beaten = [pair for pair in own if loss < pair[0]]
+        ahead = [pair for pair in own if loss >= pair[0]]
+        unit = UNITS[OBJECTIVES[part].kind]
+        text = f"{part} loses {loss:.2f} nats {unit} on text it has not seen"
+        for said, pairs in (("better", beaten[:1]), ("not yet better", ahead[-1:])):
+            for value, name in pairs:
+                text += f"; {said} than knowing only {meaning_of(name)} ({value:.2f})"
+        yield text
 
 
 def log_row(step, means, lr, seconds, rows, flops, args, dtype, device):
@@ -548,8 +584,8 @@ def wrap(model, args, device, world):
     if not (args.compile or args.compile is None and device.type == "cuda"):
         return net, ""
     if not common.can_compile(device):
-        return net, ", not compiled: no compiler here"
-    return torch.compile(net), ", compiled"
+        return net, "not compiled: no compiler here"
+    return torch.compile(net), "compiling: the first step may take a minute"
 
 
 def facts_of(args, model, corpus, n_micro, device, dtype):
@@ -572,8 +608,11 @@ def facts_of(args, model, corpus, n_micro, device, dtype):
 
 def what_losses_are_worth(model, corpus, checkpoint):
     """-> {baseline: nats}; some take seconds, so a run keeps them."""
-    kept = checkpoint and checkpoint.get("baselines")
-    return kept or baselines(model, unigram_entropy(corpus))
+    if kept := checkpoint and checkpoint.get("baselines"):
+        return kept
+    if any(part.kind == "position" for part in model.objectives.values()):
+        print("computing the baselines (some seconds)", flush=True)
+    return baselines(model, unigram_entropy(corpus))
 
 
 def name_of(dtype):
@@ -627,19 +666,25 @@ def announce(args, model, batches, machine, rows, flops):
         print(f"note: --warmup {args.warmup} takes the whole run: the rate only rises")
 
 
-def say_goodbye(args, folder, stopped_at):
-    """What to do next, when the run is done, or has stopped at a step."""
-    if stopped_at:
-        print(
-            f"stopped at step {stopped_at}, saved in {folder}; go on with the same command and "
-            "--resume"
-        )
-        return
+def announce_baselines(known):
+    print("baselines: the loss (nats, lower is better) of one who knows only ..")
+    for name, value in known.items():
+        print(f"  {name:14}{value:6.3f}  .. {meaning_of(name)}")
+
+
+def say_goodbye(args, folder, row, known, seconds):
+    """What was learned in so many seconds, and what to do next. row: the log's last line."""
+    print(f"done in {seconds / 60:.1f} minutes: {folder}/ckpt.pt")
+    for sentence in learned(row, known):
+        print(f"what it learned: {sentence}")
+    other = "tupe_r" if args.pe == "abs" else "abs"
+    how = "words and places apart" if args.pe == "abs" else "BERT's positions"
+    compared = {"pe": other, **{k: v for k, v in args.given.items() if k != "pe"}}
     print(
-        f"done: {folder}/ckpt.pt\n"
         f"next: python sample.py --ckpt {folder}   (try it on a text of yours)\n"
         f"      python probe.py --ckpt {folder}   (what it does with places, and with words)\n"
-        f"      python finetune.py --task docs --ckpt {folder}   (a task)"
+        f"      python finetune.py --task docs --ckpt {folder}   (a task)\n"
+        f"      {command(compared)}   (compare with {how})"
     )
     if args.preset == "demo":
         real = PRESETS["paper"]
