@@ -56,6 +56,7 @@ import baselines
 import bench
 import common
 import data
+import exercises
 import fast
 import finetune
 import hf
@@ -6918,6 +6919,75 @@ def test_layout_is_flat_and_lines_are_short():
             assert len(getattr(node, "generators", [])) < 2, f"{file.name}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.module == "train":
                 assert file.name == "bench.py"
+
+
+# ==================================================================================================
+# exercises.py
+
+
+@pytest.mark.parametrize("name", exercises.EXERCISES)
+def test_a_stub_is_a_signature_and_a_docstring(name, tmp_path):
+    """Nothing else of the file changes, and what was written is gone."""
+    exercises.make_copy(name, tmp_path / "copy")
+    exercise = exercises.EXERCISES[name]
+    for method in exercise.writes:
+        before, after = (
+            (folder / exercise.file).read_text() for folder in (HERE, tmp_path / "copy")
+        )
+        a, b = (exercises.function_in(text, method) for text in (before, after))
+        assert ast.unparse(a.args) == ast.unparse(b.args) and ast.get_docstring(a) == (
+            ast.get_docstring(b)
+        )
+        assert isinstance(b.body[-1], ast.Raise) and len(b.body) == 1 + bool(ast.get_docstring(b))
+        assert not set(ast.unparse(a.body[-1]).splitlines()) & set(after.splitlines())
+    rest = [line for line in after.splitlines() if line not in before.splitlines()]
+    assert all(re.match(r" +(#|raise NotImplementedError)", line) for line in rest)
+    there = names_in(tmp_path / "copy")
+    assert {"train.py", "README.md", "requirements.txt"} <= there
+    assert not there & {"test_all.py", "exercises.py", "TEACHING.md"}, "they hold the answers"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "reset" else pytest.param(name, marks=pytest.mark.slow)
+        for name in exercises.EXERCISES
+    ],
+)
+def test_an_exercise_fails_until_it_is_written(name, tmp_path, capsys):
+    folder, exercise = tmp_path / "copy", exercises.EXERCISES[name]
+    exercises.make_copy(name, folder)
+    command = ["--grade", str(folder)]
+    assert exit_code(exercises.main, command) == 1
+    out = capsys.readouterr().out
+    assert f"{exercise.writes[0]} is not written yet" in out and "0 of 0" not in out, out
+    (folder / "train.py").write_text("a student breaks what is not theirs")
+    shutil.copy(HERE / exercise.file, folder)
+    assert exit_code(exercises.main, command) is None
+    (right, of) = re.findall(r"(\d+) of (\d+) tests", capsys.readouterr().out)[0]
+    assert right == of != "0"
+
+
+def test_differences_say_shape_place_expected_and_got():
+    a, b = torch.zeros(2, 3), torch.zeros(2, 3)
+    assert exercises.difference(a, b) is None
+    b[1, 2] = 0.5
+    assert exercises.difference((a, a), (a, b)) == (
+        "result 1: 1 of 6 differ, the first at (1, 2): expected 0, got 0.5"
+    )
+    assert exercises.difference(a, b[0]) == "shape (3,), expected (2, 3)"
+    assert exercises.difference(a, None) == "NoneType, expected Tensor"
+    assert exercises.difference((a, {}), (a, {"x": 1})).endswith("expected the keys []")
+
+
+def test_mistakes_with_exercises_are_one_line(tmp_path, capsys):
+    for says, *flags in (
+        ("unknown exercise 'tup'; choose from attention, tupe,", "tup"),
+        ("is there already", "tupe", str(tmp_path)),
+        ("is no folder that", "--grade", str(tmp_path / "none")),
+        ("not both", "tupe", "--grade", str(tmp_path)),
+    ):
+        assert says in one_line(capsys, exercises.main, flags)
 
 
 def soak(n_kills=20, seed=0):
