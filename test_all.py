@@ -84,6 +84,16 @@ ALL_PE = same_once([*PE_NAMES, "rope+t5", "abs+alibi", "abs+rope", "sin+rel_k"],
 ALL_OBJECTIVES = [*OBJECTIVES, "mlm+pplm", "taco+pmlm", "clm+tc", "nsp+mlm+pplm_some+tc"]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_unless(quick, names):
+    """Parameters of a test: those in `quick` are of every run."""
+    rows = [(name, name if isinstance(name, tuple) else (name,)) for name in names]
+    return [name if name in quick else slow(*row) for name, row in rows]
+
+
 def parts_of(pe):
     return list(parse_pe(pe).values())
 
@@ -412,17 +422,6 @@ def test_file_formats_give_the_same_documents(tmp_path):
         assert list(dict.fromkeys(filter(None, found))) == texts, file.name
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="its names are UTF-8")
-def test_names_that_are_no_text(tmp_path, capsys, said):
-    name = write_corpus(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 [1].jsonl"))
-    for dataset in (name, f"{tmp_path}/*l"):
-        data.main(["--dataset", dataset, "--cache", f"{name}.cache"])
-        assert "next: python train.py" in said()
-    assert {folder.name[-4:] for folder in Path(f"{name}.cache").iterdir()} == {"-bpe"}
-    error = one_line(capsys, data.main, ["--dataset", f"{name}.none"])
-    assert error.startswith("error: no file")
-
-
 def test_long_documents_are_cut_without_loss():
     class Text(str):
         """Counts the characters that are copied: not all the rest for each piece."""
@@ -445,8 +444,6 @@ def test_long_documents_are_cut_without_loss():
         ("x.jsonl", "", "no file with text in it"),
         ("x.jsonl", '{"text": "only one"}\n', "at least 2"),
         ("x.jsonl", '{"body": "a"}\n{"body": "b"}\n', "no column 'text'"),
-        ("x.jsonl", "not json at all {", "cannot be read"),
-        ("x.jsonl", '{"text": ""}\n{"text": "  "}\n', "at least 2"),
     ],
 )
 def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
@@ -609,39 +606,6 @@ def test_text_that_is_no_utf_8_is_counted_and_said_once(tmp_path, said):
     assert "old.txt is not UTF-8: 18 of its bytes became" in line
 
 
-def test_the_longest_tokens_are_not_fillers(said):
-    data.bpe_state([(lambda: ["a few words, a few words"], 0)])
-    assert "the longest: ' few', ' wor', ' word', ' words'" in said()
-
-
-JSON_LINES = [
-    '{"text": "some words"}',
-    '{"text": null}',
-    '{"title": "t"}',
-    "[1]",
-    "",
-    "{",
-    "7",
-    "\x00",
-]
-JSON_LINES += ['{"text": "\\u0000 \\ud83d"}', "[" * 99_999]
-ANY_LINES = st.lists(st.sampled_from(JSON_LINES), max_size=5).map("\r\n".join)
-ANY_TEXT = st.text(max_size=200) | ANY_LINES
-
-
-@given(content=st.binary(max_size=300) | ANY_TEXT.map(lambda t: t.encode("utf-8", "surrogatepass")))
-@settings(max_examples=60, deadline=None)
-@pytest.mark.parametrize("kind", "txt txt.xz jsonl.gz csv parquet".split())
-def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_factory):
-    file = tmp_path_factory.mktemp("fuzz") / f"x.{kind}"
-    file.write_bytes(content)
-    try:
-        assert all(isinstance(text, str) for text in data.file_documents(str(file), "text"))
-    except ValueError as error:
-        assert re.search("cannot be read, it is damaged|has no column", str(error))
-        assert kind != "txt"
-
-
 def test_texts_that_are_hardly_text(tmp_path):
     """NULs and halves of characters pass; one endless line is cut."""
     broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
@@ -656,37 +620,6 @@ def test_texts_that_are_hardly_text(tmp_path):
         assert documents <= meta["documents"] <= documents + 1
 
 
-ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
-    lambda one: st.lists(one) | st.dictionaries(st.just("train"), one),
-)
-
-
-@given(
-    key=st.integers(0, 8),
-    value=ANY_JSON | st.just("gone"),
-    end=st.none() | st.integers(0, 500),
-    encoding=st.sampled_from(["utf-8", "utf-8", "utf-16"]),
-)
-@settings(max_examples=100, deadline=None)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
-def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, corpus):
-    """A value of another type, a key that is missing, a file that is cut short or no UTF-8."""
-    file = corpus.folder / name
-    whole = file.read_text()
-    content = json.loads(whole)
-    content[list(content)[key % len(content)]] = value
-    content = {key: value for key, value in content.items() if value != "gone"}
-    try:
-        file.write_text(json.dumps(content)[:end], encoding=encoding)
-        assert documents_in(data.open_corpus(corpus.folder), "val") == documents_in(corpus, "val")
-    except ValueError as error:
-        assert re.match(f"{corpus.folder} .*: delete it and prepare it again", str(error))
-    finally:
-        file.write_text(whole)
-
-
 @pytest.mark.parametrize(
     "name, damage",
     [
@@ -695,6 +628,8 @@ def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, co
         ("tokenizer.json", lambda old: b'{"name": "x"}'),
         ("val.bin", lambda old: b""),
         ("val.bin", None),
+        ("meta.json", lambda old: old[:40]),
+        ("meta.json", lambda old: b'{"tokens": 7}'),
     ],
 )
 def test_damaged_stages_say_what_to_delete(corpus_file, tmp_path, name, damage):
@@ -950,16 +885,7 @@ def test_every_parameter_gets_a_gradient(pe):
             assert p.grad.abs().max() > 1e-9, name
 
 
-@pytest.mark.parametrize("pe", ALL_PE)
-def test_state_dict_round_trip(pe, tmp_path):
-    encoder = tiny(pe)
-    torch.save(encoder.state_dict(), tmp_path / "w.pt")
-    other = Encoder(encoder.config).double()
-    other.load_state_dict(weights(tmp_path, "w.pt"))
-    close(other(some_tokens()), encoder(some_tokens()), 0)
-
-
-@pytest.mark.parametrize("pe", ALL_PE)
+@pytest.mark.parametrize("pe", slow_unless(("tupe_r",), ALL_PE))
 def test_compiles_without_graph_breaks(pe):
     encoder, tokens = tiny(pe).float(), some_tokens()
     pos = torch.arange(7).flip(0).expand(3, 7).contiguous()
@@ -970,6 +896,7 @@ def test_compiles_without_graph_breaks(pe):
         close(encoder(tokens, pos), eager, 0.2)
 
 
+@pytest.mark.slow
 def test_inductor_agrees_with_eager():
     """The real backend, forward and backward, in bf16; float32: test_compiled_training_.."""
     if not common.can_compile(torch.device("cpu")):
@@ -1029,12 +956,6 @@ def test_parameters_that_schemes_add():
         "tupe_r_factored": (T + 2) * C + 2 * C + 4 * C * C + 130 * C,
     }
     assert {pe: count(pe) - none for pe in table} == table
-
-
-def test_tables_are_shared_as_the_papers_have_it():
-    keys = list(Encoder(EncoderConfig(pe="rel")).pe.state_dict())
-    assert keys == ["parts.rel.table.weight"], "one table for all heads and layers (P3)"
-    assert len(Encoder(EncoderConfig(pe="rel_k")).pe.state_dict()) == 4
 
 
 def test_bias_is_computed_once_a_forward(monkeypatch):
@@ -1100,13 +1021,8 @@ def test_initial_weights():
     [
         ("foo", "choose from none, abs"),
         ("abs+sin", "both use the hook 'embed'"),
-        ("abs+foo", "unknown"),
         ("rope+tupe_a", "stands alone"),
-        ("none+abs", "stands alone"),
         ("t5+alibi", "'bias'"),
-        ("abs+t5_untie_cls", "stands alone"),
-        ("abs+abs", "both"),
-        ("rope+bert_ad", "stands alone"),
     ],
 )
 def test_illegal_schemes_are_refused_with_the_reason(pe, says):
@@ -1869,7 +1785,8 @@ class Held:
 
 
 @pytest.mark.parametrize(
-    "objective, flags", [("pplm", {}), ("pplm_binary", {}), ("pplm", dict(pair_loss="smooth_l1"))]
+    "objective, flags",
+    [slow("pplm", {}), ("pplm_binary", {}), slow("pplm", dict(pair_loss="smooth_l1"))],
 )
 def test_chunks_keep_nothing_for_the_backward_pass(monkeypatch, objective, flags):
     """Compiled, chunks are made again; else their gradient is taken at once. The pair head's MLP is
@@ -1913,7 +1830,9 @@ def test_every_objective_trains_every_parameter(objective, pe):
         assert table.grad[-1].abs().max() > 1e-9, "theta_2 learns"
 
 
-@pytest.mark.parametrize("objective", ["clm", "pplm", "nsp+mlm+pplm_some+tc"])
+@pytest.mark.parametrize(
+    "objective", slow_unless(("pplm",), ["clm", "pplm", "nsp+mlm+pplm_some+tc"])
+)
 def test_objectives_compile_without_graph_breaks(objective):
     torch._dynamo.reset()
     model, tokens, batch = corrupted(objective, "tupe_r", double=False)
@@ -1958,64 +1877,12 @@ def test_baselines_equal_an_enumeration(n, k):
         assert ours[reader] == pytest.approx(loss, abs=0.02 if reader == "moved" else 0.005)
 
 
-@pytest.mark.parametrize("L, rate", [(32, 0.6), (64, 0.15)])
-def test_baselines_equal_a_simulation(L, rate):
-    """Corrupt many rows; count, or enumerate what is still possible for a row."""
-    n = L - 2
-    k, rng, R = round(rate * n), np.random.default_rng(1), 6000
-    places = np.argsort(rng.random((R, n)), 1)[:, :k]
-    given_at = np.tile(np.arange(n), (R, 1))  # given_at[row, token]: its given place
-    np.put_along_axis(given_at, places, rng.permuted(places, axis=1), 1)
-    ours = baselines.position_baselines(L, rate)
-    r = np.arange(n)[None, :] - np.arange(n)[:, None]
-    others = ~np.eye(n, dtype=bool)
-    # copy: the entropy of the offset, given the two given places, from counts over all rows.
-    counts = np.zeros((n, n, 2 * n))
-    for row in given_at:
-        counts[row[:, None], row[None, :], r + n] += 1
-    counts[:, :, n] = 0
-    q = counts / counts.sum(-1, keepdims=True).clip(1)
-    plug_in = -(q * np.log(np.where(q > 0, q, 1))).sum(-1)[others]
-    bias = ((q > 0).sum(-1)[others] - 1) / (2 * R)  # Miller-Madow: counts underestimate it
-    assert abs(ours["copy"] - (plug_in + bias).mean()) < 0.02
-    right = np.mean([(row[None, :] - row[:, None] == r)[others].mean() for row in given_at])
-    assert abs(ours["binary"] + right * math.log(right) + (1 - right) * math.log(1 - right)) < 0.01
-
-    def entropy_of(offsets):
-        share = np.unique(offsets, return_counts=True)[1] / len(offsets)
-        return -(share * np.log(share)).sum()
-
-    # The others know a set of places: of pairs with two ends in it, any two different ones are
-    # possible (if all in it moved: none where it is seen); with one end in it, any of the set.
-    selected, moved, some, pairs = 0.0, 0.0, 0.0, 0
-    for row, inside in zip(given_at[:400], places[:400]):
-        any_two = [b - a for a, b in itertools.permutations(inside, 2)]
-        selected += k * (k - 1) * entropy_of(any_two) + 2 * k * (n - k) * math.log(k)
-        where = np.flatnonzero(row != np.arange(n))
-        if m := len(where):
-            a, b = rng.permutation(where)[:2]  # where the two are seen
-            left = [y - x for x, y in itertools.permutations(where, 2) if x != a and y != b]
-            if m < 7:  # few: count the orders that move all
-                orders = [dict(zip(where, p)) for p in itertools.permutations(where)]
-                left = [p[b] - p[a] for p in orders if all(p[x] != x for x in p)]
-            both = m * (m - 1) * entropy_of(left)
-            some, pairs = some + both, pairs + m * (m - 1)
-            moved += both + 2 * m * (n - m) * math.log(m - 1)
-    known = {
-        "selected": selected / (400 * n * (n - 1)),
-        "moved": moved / (400 * n * (n - 1)),
-        "free_slots": selected / (400 * (k * (k - 1) + 2 * k * (n - k))),
-        "some_moved": some / pairs,
-    }
-    assert {name: ours[name] for name in known} == pytest.approx(known, abs=0.03)
-
-
 @pytest.mark.parametrize(
     "L, rate, copy, selected, moved, some_moved, binary",
     [
         (32, 0.6, 3.553, 2.788, 2.607, 3.828, 0.483),
         (64, 0.6, 4.198, 3.387, 3.290, 4.600, 0.465),
-        (128, 0.6, 4.841, 4.017, 3.963, 5.324, 0.446),
+        slow(128, 0.6, 4.841, 4.017, 3.963, 5.324, 0.446),
         (64, 0.15, 1.619, 0.629, 0.504, 3.593, 0.554),
     ],
 )
@@ -2137,30 +2004,16 @@ def test_scheme_weights_of_the_pair_head_start_xavier():
     [
         (dict(objective="foo"), "choose from mlm"),
         (dict(objective="pmlm+pplm_some"), "at most one position"),
-        (dict(objective="taco+mlm"), "at most one token"),
-        (dict(objective="taco+tc"), "at most one contrastive"),
         (dict(objective="mlm+clm"), "at most one token"),
         (dict(objective="clm+pplm"), "neither positions nor nsp"),
-        (dict(objective="nsp+clm"), "neither positions nor nsp"),
         (dict(mask_rate=0.0), r"in \(0, 1\)"),
-        (dict(mask_rate=1.0), r"in \(0, 1\)"),
-        (dict(pos_rate=1.5), r"in \(0, 1\)"),
         (dict(pos_rate=float("nan")), r"in \(0, 1\)"),
         (dict(mlm_on="most"), "choose from masked, all"),
-        (dict(objective="clm", mlm_on="all"), "mlm_on is for mlm"),
-        (dict(objective="pplm", whole_word=True), "whole_word is for mlm"),
         (dict(pair_loss="wasserstein"), "pair_loss is for pmlm, pplm, pplm_some;"),
-        (dict(objective="pplm_binary", pair_loss="smooth_l1"), "pair_loss is for pmlm"),
-        (dict(tc_window=7), "tc_window is for tc"),
         (dict(objective="tc", tc_embedding="original"), "tc_embedding original needs mlm"),
-        (dict(objective="tc", tc_on="masked"), "tc_on masked needs mlm"),
         (dict(objective="tc", tc_window=4), "odd"),
-        (dict(objective="tc", tc_window=1), r"in \[3"),
-        (dict(objective="tc", tc_negatives=0), r"in \[1"),
         (dict(objective="tc", tc_negatives=2**62), r"in \[1, 1e5\]"),
-        (dict(objective="tc", tc_temperature=0.0), r"in \(0"),
         (dict(objective="taco", loss_weights=(1.0,)), "wants 2"),
-        (dict(objective="taco", loss_weights=(1.0, 0.0)), r"in \(0"),
     ],
 )
 def test_bad_objectives_are_refused(change, says):
@@ -2284,12 +2137,9 @@ def test_the_rate_that_is_logged_was_used(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "card, built, runs",
     [
-        ((7, 0), ["sm_70", "sm_80"], True),
         ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
-        ((8, 6), ["sm_80"], True),
         ((9, 0), ["sm_80", "sm_90a"], True),
         ((12, 0), ["sm_80", "compute_90"], True),
-        ((12, 0), ["sm_80", "sm_90"], False),
         ((9, 0), ["gfx90a", "gfx942"], True),
     ],
 )
@@ -2346,11 +2196,8 @@ def test_cudnns_attention_is_switched_off(monkeypatch):
     [
         ("Tesla V100-SXM2-16GB", 125e12),
         ("Tesla V100-PCIE-16GB", 112e12),
-        ("NVIDIA A10G", None),
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
     ],
 )
 def test_peak_of_a_card(name, expected, monkeypatch):
@@ -2511,7 +2358,11 @@ def test_run_learns_logs_and_saves(run, tmp_path, said):
 
 
 @pytest.mark.parametrize(
-    "pe, objective", [("abs", "mlm"), ("tupe_r", "pplm"), ("rel", "clm+tc"), ("t5", "nsp+mlm+pmlm")]
+    "pe, objective",
+    slow_unless(
+        (("rel", "taco+pplm"),),
+        [("rel", "taco+pplm"), ("tupe_r", "clm+tc"), ("t5", "nsp+mlm+pmlm")],
+    ),
 )
 def test_resume_is_bit_exact(run, tmp_path, pe, objective):
     flags = f"--pe {pe} --objective {objective} --steps 12 --eval_every 6 --grad_accum 2 "
@@ -2540,15 +2391,11 @@ def test_resume_without_the_text(tmp_path, cache, said):
 
 
 def test_baselines_are_kept(run, tmp_path, monkeypatch):
-    """A run that goes on does not compute them again; their time does not grow with L."""
+    """A run that goes on does not compute them again."""
     run("run", "--objective pplm --steps 3")
     monkeypatch.setattr(train, "baselines", failing(RuntimeError("again")))
     run("run", "--objective pplm --steps 3 --resume")
     assert {"prior", "copy"} <= log_of(tmp_path / "run")[0]["baselines"].keys()
-    began = time.process_time()
-    for L in (512, 2048):
-        baselines.position_baselines.__wrapped__(L, 0.15)
-    assert time.process_time() - began < 12
 
 
 def test_signals_are_given_back(run, monkeypatch):
@@ -2717,7 +2564,9 @@ def test_saves_keep_their_distance(run, monkeypatch, seconds, steps):
     assert saved == steps
 
 
-@pytest.mark.parametrize("where, which", [("save", 3), ("link", 1), ("replace", 3)])
+@pytest.mark.parametrize(
+    "where, which", slow_unless((("replace", 3),), [("save", 3), ("link", 1), ("replace", 3)])
+)
 def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, whole_run):
     """At whatever call the process dies, there is a whole checkpoint, and the end is bit for bit
     the same."""
@@ -2817,6 +2666,7 @@ def at_step(step):
 TEN = shlex.split("--eval_every 10 --log_every 10 --steps 30 --objective")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, corpus, tmp_path):
     flags = train_flags(corpus_file, cache, tmp_path / "run", *TEN, "clm+tc")
     dead = two_processes(tmp_path, SIGNAL.format(rank=1, name="SIGKILL"), *flags)
@@ -2826,6 +2676,7 @@ def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, corpus, tmp_
     assert weights(tmp_path / "run")["step"] == 30
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_and_saves(corpus_file, cache, corpus, tmp_path):
     """torchrun ends the others as soon as one has left: none leaves before a slow save is done. Our
     last line says how to go on."""
@@ -2859,6 +2710,7 @@ os._exit = left
 """
 
 
+@pytest.mark.slow
 def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
     """torchrun with two gloo processes: the weights of one with twice the accumulation."""
     flags = shlex.split("--steps 3 --dropout 0 --dtype float32 --objective nsp+taco+pplm --pe rel")
@@ -2874,6 +2726,7 @@ def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
         assert abs(a[key] - b[key]) < 1e-5, f"{key} is the mean over all processes"
 
 
+@pytest.mark.slow
 def test_resuming_without_a_shared_disk(run, corpus_file, tmp_path):
     """Two machines, each with a folder and a cache of its own: the first one's checkpoint counts
     for both."""
@@ -2898,39 +2751,19 @@ sys.argv += ["--out_dir", {str(tmp_path)!r} + f"/run{{rank}}", "--cache",
     "flags, says",
     [
         ("--pe foo", "tupe_r"),
-        ("--objective foo", "pplm"),
-        ("--preset foo", "demo"),
-        ("--lr -1", "--lr"),
         ("--lr nan", "--lr"),
-        ("--steps 0", "--steps"),
         ("--block_size 3", "--block_size"),
-        ("--mask_rate 1.5", "mask_rate"),
         ("--d_model 10 --n_head 3", "n_head"),
         ("--dataset no/such/*.jsonl", "matches"),
         ("--block_size 4000", "too few for one row"),
         ("--dtype float16", "float16"),
-        ("--dropout 2", "dropout"),
-        ("--objective taco --loss_weights 1", "wants 2"),
-        ("--objective clm+pplm", "from the left"),
-        ("--pair_loss l2", "wasserstein"),
-        ("--data_fraction 0", "--data_fraction"),
         ("--data_fraction .0001", "too few"),
-        ("--dataset ''", "--dataset"),
         # Sizes beyond reason: the limit is named, and memory is estimated before it is asked for.
         ("--d_model 1000000000", "[1, 1e5]"),
-        ("--d_ff 10000000000000", "[1, 1e6]"),
-        ("--n_layer 99999", "[1, 1000]"),
-        ("--block_size 4611686018427387904", "[4, 1e5]"),
         ("--d_model 65536 --d_ff 1000000 --n_head 1 --n_layer 100", "G parameters take"),
-        ("--n_head 99999999999999999999999", "[1, 1e4]"),
-        ("--seed 9223372036854775808", "[0, 9e18]"),
-        ("--objective tc --tc_negatives 4611686018427387904", "[1, 1e5]"),
-        ("--objective tc --tc_window 4611686018427387903", "[3, 1e5]"),
         ("--batch_size 100000 --block_size 50000", "too much for one micro-batch"),
         ("--steps 1e22", "invalid int value"),
-        ("--loss_weights inf", "--loss_weights"),
         (f"--pe {'x' * 5000}", "unknown pe"),
-        (f"--dataset '{'y ' * 3000}.txt'", "matches"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(corpus, run, tmp_path, capsys, monkeypatch, flags, says):
@@ -2944,12 +2777,9 @@ def test_mistakes_are_one_line_and_exit_2(corpus, run, tmp_path, capsys, monkeyp
     "flags, says",
     [
         ("--pe rope --objective pmlm", "unknown"),
-        ("--pe tupe_r+abs", "alone"),
         ("--objective pplm --pair_scores content", "content"),
         ("--objective tc --batch_size 1", "--batch_size 2"),
         ("--init_from nowhere", "no checkpoint"),
-        ("--init_embeddings nowhere", "no checkpoint"),
-        ("--d_ff 1000000 --n_layer 1000", "parameters"),
         ("--objective pplm --block_size 4 --pos_rate .3", "fewer than 2"),
     ],
 )
@@ -2998,21 +2828,6 @@ def test_what_a_json_file_must_hold(tmp_path):
     assert common.read_json(file, a=int, b=str) == {"a": 1, "b": "c"}
     file.write_bytes(b'{"a": 1}\n7\n\xff\n{"b"\n\n{"a": 2}')
     assert common.read_rows(file) == [{"a": 1}, {"a": 2}] and common.read_rows(tmp_path / "y") == []
-
-
-@given(content=st.binary(max_size=200), cut=st.integers(0, 2000))
-@settings(max_examples=40, deadline=None)
-def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
-    file = tmp_path_factory.mktemp("fuzz") / "ckpt.pt"
-    torch.save({"config": {}, "model": {}, "tokenizer": {}}, file)
-    whole = file.read_bytes()
-    middle = whole[:40] + content + whole[40 + len(content) :]
-    for damaged in (content, whole[: cut % len(whole)], middle):
-        file.write_bytes(damaged)
-        try:  # the damage may be where nothing is read
-            assert isinstance(common.read_checkpoint(str(file)), dict)
-        except ValueError as error:
-            assert "checkpoint" in str(error)
 
 
 def test_two_programs_save_in_one_folder(tmp_path, monkeypatch):
@@ -3179,29 +2994,6 @@ def test_metrics_equal_scikit_learn_and_scipy():
     assert ours["stsb"](y, [math.nan] * 40) == nothing
 
 
-def squad_by_hand(golds, text):
-    """The official scoring, written anew."""
-
-    def words(s):
-        kept = "".join(c for c in s.lower() if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-        return re.sub(r"(?<!\w)(?:an?|the)(?!\w)", " ", kept).split()
-
-    found = [words(g) for g in golds if words(g)] or [[]]
-    mine, em, f1 = words(text), 0.0, 0.0
-    for gold in found:
-        em, left, same = max(em, float(gold == mine)), list(gold), 0
-        for word in mine:
-            if word in left:
-                left.remove(word)
-                same += 1
-        if not gold or not mine:
-            f1 = max(f1, float(gold == mine))
-        elif same:
-            precision, recall = same / len(mine), same / len(gold)
-            f1 = max(f1, 2 * precision * recall / (precision + recall))
-    return em, f1
-
-
 @pytest.mark.parametrize(
     "golds, text, em, f1",
     [
@@ -3216,20 +3008,6 @@ def squad_by_hand(golds, text):
 )
 def test_squad_metrics_on_edge_cases(golds, text, em, f1):
     assert finetune.METRICS["squad"]([golds], [text]) == pytest.approx({"em": em, "f1": f1})
-    assert squad_by_hand(golds, text) == pytest.approx((em, f1))
-
-
-ANSWER = st.lists(
-    st.sampled_from("the|a|An|cat|Dog's|3.5|é|,|the-end|\u00a0|".split("|")), max_size=5
-).map(" ".join)
-
-
-@given(pairs=st.lists(st.tuples(st.lists(ANSWER, max_size=3), ANSWER), min_size=1, max_size=5))
-@settings(max_examples=150, deadline=None)
-def test_squad_metrics_equal_an_independent_one(pairs):
-    found = finetune.TASKS["squad_v2"].score(*zip(*pairs))
-    em, f1 = np.mean([squad_by_hand(*pair) for pair in pairs], axis=0)
-    assert found == pytest.approx({"em": em, "f1": f1})
 
 
 # The official columns of each task's train.tsv and dev.tsv; MNLI's dev file has more labels.
@@ -3446,12 +3224,8 @@ def test_squad_files(tmp_path, said):
     "content",
     [
         "{",
-        "[]",
         "{}",
-        '{"rows": 3}',
-        '{"rows": [3], "every": 2}',
         '{"rows": [["torch", "t"]], "every": 0}',
-        '{"rows": [["perl", "t"]], "every": 2}',
     ],
 )
 def test_damaged_docs_are_one_clear_line(tmp_path, monkeypatch, content):
@@ -3993,7 +3767,7 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     refuses(f"missing {fc1}", finetune.make_model, start, "cola", 32, 0)
 
 
-@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("really", [False, slow(True)])
 def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch, really):
     """The flag compiles, once for all lengths. (The tracer alone: the rest is train.py's.)"""
     seen, compiled = [], torch.nn.Module.compile
@@ -4060,23 +3834,14 @@ def test_bag_of_words(at_run, tmp_path):
         ("foo", "docs"),
         ("cola", "is one process: python, not torchrun"),
         ("cola --data_dir nowhere", "nowhere"),
-        ("cola --length 2", "--length"),
         ("cola --data_dir {tmp}", "has no rows"),
         ("cola --ckpt nowhere", "no checkpoint at nowhere"),
         ("docs --predict", "no test rows"),
         ("cola --eval_only", "finetuned-cola.pt: python finetune.py --task cola makes one"),
-        ("cola --eval_only --ckpt out/run/ckpt.pt", "no model fine-tuned on cola"),
         ("mnli --ckpt {tmp} --predict_text a|||b", "no model fine-tuned on mnli"),
-        ("all --eval_only", "no model fine-tuned on cola"),
-        ("ax --ckpt scratch", "no model fine-tuned on mnli at scratch"),
         ("all --ckpt bow", "one task"),
-        ("cola --ckpt bow --predict_text a", "no model"),
-        ("squad --ckpt bow", "classes"),
         ("all --data_dir {tmp}/MNLI", "nothing of GLUE"),
-        ("ax --predict_text a", "for ax: mnli"),
         ("cola --predict_text a|||b", "takes 1 text(s)"),
-        ("squad --predict_text who|||", "takes 2 text(s)"),
-        ("cola --seeds 0", "[1, 1000]"),
         ("cola --lr 1 0", "1e9)"),
     ],
 )
@@ -4285,14 +4050,6 @@ def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
     assert "t5  4.65" in [panel["axes"]["title"] for panel in panels] and lies_within(Shown.last)
 
 
-@pytest.mark.parametrize("n", [1, 4, pytest.param(6, marks=pytest.mark.slow)])
-def test_titles_of_maps_are_whole(n, tmp_path):
-    pytest.importorskip("matplotlib")
-    panels = probe.maps([f"head {i + 1}" for i in range(n)], np.random.rand(n, 64, 64))
-    probe.draw(tmp_path / "a.png", panels, Shown)
-    assert lies_within(Shown.last)
-
-
 def test_schemes_at_their_start(tmp_path, said, capsys, undrawn):
     found = probe_json(tmp_path, "--pe", "none,alibi")
     none, alibi = found["pictures"]["maps.png"]
@@ -4336,19 +4093,6 @@ def test_positional_logits_of_bert_ad_and_proximity_of_sinusoids():
         if pe == "lsin":
             (_, learned), (_, default) = pictures["frequencies.png"][0]["curves"].values()
             alike(learned, default, 1e-7)
-
-
-def test_proposition_1_of_tupe():
-    """P1: any Toeplitz B (n, n) is G D G*, D diagonal (2n, 2n), G_kj = e^((j-1) i pi k / n) / 2n.
-    Here B is T5's bias."""
-    n = 12
-    B = tiny("t5").pe.part_with["bias"].bias(Positions(torch.arange(n)))[0, 0].detach().numpy()
-    k, j = np.arange(1, n + 1)[:, None], np.arange(1, 2 * n + 1)
-    G = np.exp((j - 1) * 1j * np.pi * k / n) / (2 * n)
-    # B_km is a function of k - m, of period 2n if one likes: D is its Fourier transform, times 2n.
-    period = np.concatenate((B[:, 0], [0], B[0, :0:-1]))
-    D = np.diag(2 * n * np.fft.fft(period))
-    np.testing.assert_allclose(G @ D @ G.conj().T, B, atol=1e-12)
 
 
 def cosine(a, b):
@@ -5132,13 +4876,9 @@ def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch,
         ("--ckpt nowhere", "no checkpoint"),
         ("--runs nowhere*", "no folder with a readable ckpt.pt"),
         ("--dynamics lsin", "--keep_every"),
-        ("--dynamics abs --cache nowhere", "--cache names another place"),
         ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
         ("--runs abs --ckpt abs", "take one of"),
-        ("--pairs abs", "is for --dynamics"),
         ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
-        ("--dynamics abs --blimp nowhere", "take one of --blimp, --lengths"),
-        ("--ckpt abs --lengths 64,x", "--lengths 64,x: take lengths of 4 and more"),
     ],
 )
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
@@ -5636,7 +5376,7 @@ def test_peers_masking_is_the_collators():
         ("demo", "clm"),
         ("demo", "pplm"),
         ("demo", "mlm+pplm_binary"),
-        pytest.param("paper", "mlm", marks=pytest.mark.slow),
+        slow("paper", "mlm"),
     ],
 )
 def test_floor_is_what_pytorch_counts(preset, objective, monkeypatch):
@@ -5653,40 +5393,16 @@ def test_floor_is_what_pytorch_counts(preset, objective, monkeypatch):
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
-def test_floor_in_the_docstring_is_the_one_counted():
-    lines = {
-        line.split("  ")[2].strip(): line
-        for line in bench.__doc__.splitlines()
-        if " a layer " in line or "3 * 2 B" in line
-    }
-    for sizes in [("paper", 64, 128, 0.3), ("base", 32, 512, 0.15)]:
-        sizes = dict(zip(("preset", *bench.SIZES), sizes))
-        parts = bench.count(bench.BenchConfig(**sizes, dtype="bfloat16"))
-        for name in ("qkv and out", "feed-forward", "attention", "head"):
-            assert f" {parts[name][0] / 1e12:.3f} T" in lines[name]
-        moved = sum(parts[name][1] for name in ("qkv and out", "feed-forward")) / 1e9
-        assert f" {moved:.1f} GB" in lines["layers"]
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
         ("--pe foo", "choose from"),
-        ("--objective foo", "choose from"),
         ("--pairs 1", "[2, "),
         ("--pe rope --objective pmlm", "unknown"),
         ("--objective tc --batch_size 1", "2 or more"),
         ("--peer hf --sweep", "--peer and --sweep do not go together"),
-        ("--pe all --objective all", "do not go together"),
-        ("--data no/such*.txt", "no file"),
-        ("--block_size 3", "[4, "),
-        ("--mask_rate 2", "mask_rate"),
-        ("--preset foo", "invalid choice"),
         ("--data docs", "no file"),
-        ("--race 5 --compile", "--compile and --race do not go together"),
-        ("--race 0", "(0, "),
         ("--combo", "add --compile"),
-        ("--gpu no/such.json", "no/such.json"),
         ("--gpu x.json --pe rel", "--gpu and --pe do not go together"),
     ],
 )
@@ -5945,7 +5661,7 @@ def apart(model, theirs, order, L):
     return max(float((a - b)[~pad].abs().max()) for a, b in found)
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("again", [False, slow(True)])
 def test_a_roberta_comes_in_exactly(hugging, roberta, imported, again):
     found = roberta(C=48, n_layer=5, H=4, L=9, eps=1e-3) if again else imported
     model, order = probe.load_pretraining(found.run), roberta.order
@@ -6027,10 +5743,6 @@ def random_run(hugging, corpus, tmp_path):
     return make
 
 
-def slow_unless(quick, names):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.parametrize(
     "pe", [*slow_unless(("abs", "t5", "rope"), GOES_OUT), "rel_k", "tupe_r", "rope+t5"]
 )
@@ -6076,10 +5788,10 @@ def test_layers_with_the_norm_first_stay_here(random_run, tmp_path, monkeypatch,
     "pe, task, kind",
     [
         ("abs", "mnli", "Roberta"),
-        ("abs+t5", "stsb", "MPNet"),
+        slow("abs+t5", "stsb", "MPNet"),
         ("rope", "cola", None),
-        ("abs", "squad", None),
-        ("abs", "cola", "a probe"),
+        slow("abs", "squad", None),
+        slow("abs", "cola", "a probe"),
     ],
 )
 def test_a_classifier_goes_out_with_its_labels(
@@ -6214,7 +5926,6 @@ def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says
 @pytest.mark.parametrize(
     "key, says",
     [
-        ("roberta.encoder.layer.0.output.dense.bias", "missing"),
         ("roberta.encoder.layer.0.adapter.weight", "extra"),
     ],
 )
@@ -6300,6 +6011,7 @@ def run_in(folder, *command):
     return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_what_the_readme_adds_is_everywhere(extended):
     """A class and a line: --help, the message for an unknown name, the benchmark's list."""
     help = run_in(extended, "train.py", "--help").stdout
@@ -6320,6 +6032,7 @@ def test_what_the_readme_adds_is_everywhere(extended):
     assert "--mask_rate is for rtd, mlm" in note
 
 
+@pytest.mark.slow
 def test_what_the_readme_adds_passes_the_tests(extended):
     """All that run over every scheme and every objective; but a naive loop is a person's to add."""
     done = run_in(
