@@ -90,8 +90,7 @@ def slow(*values):
 
 def slow_unless(quick, names):
     """Parameters of a test: those in `quick` are of every run."""
-    rows = [(name, name if isinstance(name, tuple) else (name,)) for name in names]
-    return [name if name in quick else slow(*row) for name, row in rows]
+    return [name if name in quick else slow(name) for name in names]
 
 
 def parts_of(pe):
@@ -110,22 +109,14 @@ def louder(module, factor):
     return module
 
 
+SMALL = dict(vocab_size=VOCAB, n_head=2, d_model=16, d_ff=32, dropout=0.0, attn_dropout=0.0)
+
+
 def tiny(pe="abs", **change):
     """A small encoder in float64, dropout off, its weights large enough for every term to count."""
     torch.manual_seed(0)
-    config = dict(
-        vocab_size=VOCAB,
-        n_layer=2,
-        n_head=2,
-        d_model=16,
-        d_ff=32,
-        max_len=12,
-        dropout=0.0,
-        attn_dropout=0.0,
-        pe=pe,
-    )
     torch.set_default_dtype(torch.double)
-    encoder = Encoder(EncoderConfig(**{**config, **change}))
+    encoder = Encoder(EncoderConfig(**{**SMALL, "n_layer": 2, "max_len": 12, "pe": pe, **change}))
     torch.set_default_dtype(torch.float)
     return louder(encoder, 10)
 
@@ -423,18 +414,9 @@ def test_file_formats_give_the_same_documents(tmp_path):
 
 
 def test_long_documents_are_cut_without_loss():
-    class Text(str):
-        """Counts the characters that are copied: not all the rest for each piece."""
-
-        def __getitem__(self, key):
-            copied.append(len(range(*key.indices(len(self)))))
-            return Text(str.__getitem__(self, key))
-
     for text in ("x" * 1_250_000, "word " * 250_000, "a\n" * 420_000, "short", ""):
-        copied = []
-        cut = list(data.pieces(Text(text)))
+        cut = list(data.pieces(text))
         assert "".join(cut) == text and max(map(len, cut)) <= data.PIECE
-        assert sum(copied) <= 2 * len(text)
         assert text[:1] == "x" or all(piece[:1] in " \n" for piece in cut[1:])
 
 
@@ -537,8 +519,6 @@ def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatc
     assert found == str(renamed)
     assert data.prepare("cache/any name", "bpe", "").meta == corpus.meta
     refuses("made with --tokenizer bpe", data.prepare, found, "gpt2", "")
-    for other in ({**corpus.meta, "documents": 9}, {**corpus.meta, "tokens": {}}):
-        refuses("is not prepared in cache; --cache names", data.open_prepared, other, "cache")
 
 
 def test_a_folder_is_no_data_set(tmp_path):
@@ -604,20 +584,6 @@ def test_text_that_is_no_utf_8_is_counted_and_said_once(tmp_path, said):
         assert documents_in(corpus, "val")[0].strip() == f"{found} alles"
     (line,) = [line for line in said().splitlines() if "U+FFFD" in line]
     assert "old.txt is not UTF-8: 18 of its bytes became" in line
-
-
-def test_texts_that_are_hardly_text(tmp_path):
-    """NULs and halves of characters pass; one endless line is cut."""
-    broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
-    contents = {
-        "0.txt": (b"a\0b c\n\n" * 9, 9),
-        "2.txt": (b"word " * 200_000, 10),
-        "3.jsonl": (broken * 9, 9),
-    }
-    for name, (content, documents) in contents.items():
-        (tmp_path / name).write_bytes(content)
-        meta = data.prepare(str(tmp_path / name), "bpe", str(tmp_path / "cache")).meta
-        assert documents <= meta["documents"] <= documents + 1
 
 
 @pytest.mark.parametrize(
@@ -1261,19 +1227,7 @@ class Letters:
 
 def pretraining(objective="mlm", pe="abs", L=12, double=True, n_layer=1, **change):
     torch.manual_seed(1)
-    encoder = Encoder(
-        EncoderConfig(
-            vocab_size=VOCAB,
-            n_layer=n_layer,
-            n_head=2,
-            d_model=16,
-            d_ff=32,
-            max_len=L,
-            dropout=0.0,
-            attn_dropout=0.0,
-            pe=pe,
-        )
-    )
+    encoder = Encoder(EncoderConfig(**SMALL, n_layer=n_layer, max_len=L, pe=pe))
     encoder.tokenizer = Letters()
     model = Pretraining(encoder, ObjectiveConfig(objective, **change))
     return model.double() if double else model
@@ -1582,15 +1536,6 @@ def test_pplm_permutation_is_uniform():
     assert len(orders) == 24 and stats.chisquare(list(orders.values())).pvalue > 1e-3
 
 
-def test_pplm_selection_is_uniform():
-    model = pretraining("pplm", L=34)
-    tokens = some_tokens(4000, 34)
-    tokens[:, -1] = SEP
-    moved = (model.corrupt(tokens, 0)["pos"] != torch.arange(34)).double().mean(0)[1:-1]
-    k = round(0.6 * 32)
-    assert (moved - k / 32 * (1 - 1 / k)).abs().max() < 0.035
-
-
 def pair_loop(name, model, tokens, batch, L, cfg):
     """Mean loss over the scored pairs, written from P0: scores of one more attention layer, psi,
     then the distance."""
@@ -1650,21 +1595,6 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
     model, tokens, batch = corrupted(name, pe, L=8, **cfg, B=3)
     expected = pair_loop(name, model, tokens, batch, 8, cfg)
     close(model(batch)[0], expected, 1e-5)
-
-
-@pytest.mark.parametrize(
-    "pe, differs",
-    [("abs", None), ("none", None), ("t5", True), ("rope", True), ("abs+rel_k", True)],
-)
-def test_content_scores_leave_positions_out(pe, differs):
-    """Where a scheme adds nothing to the logits there is nothing to leave out, and that is said."""
-    if not differs:
-        refuses("adds nothing there", pretraining, "pplm", pe, pair_scores="content")
-        return
-    total, _, batch = corrupted("pplm", pe)
-    content = pretraining("pplm", pe, pair_scores="content")
-    content.load_state_dict(total.state_dict(), strict=False)
-    assert not torch.allclose(total(batch)[0], content(batch)[0], rtol=0, atol=1e-6)
 
 
 def test_wasserstein_equals_scipy():
@@ -1830,9 +1760,7 @@ def test_every_objective_trains_every_parameter(objective, pe):
         assert table.grad[-1].abs().max() > 1e-9, "theta_2 learns"
 
 
-@pytest.mark.parametrize(
-    "objective", slow_unless(("pplm",), ["clm", "pplm", "nsp+mlm+pplm_some+tc"])
-)
+@pytest.mark.parametrize("objective", [slow("clm"), "pplm", slow("nsp+mlm+pplm_some+tc")])
 def test_objectives_compile_without_graph_breaks(objective):
     torch._dynamo.reset()
     model, tokens, batch = corrupted(objective, "tupe_r", double=False)
@@ -2359,10 +2287,7 @@ def test_run_learns_logs_and_saves(run, tmp_path, said):
 
 @pytest.mark.parametrize(
     "pe, objective",
-    slow_unless(
-        (("rel", "taco+pplm"),),
-        [("rel", "taco+pplm"), ("tupe_r", "clm+tc"), ("t5", "nsp+mlm+pmlm")],
-    ),
+    [("tupe_r", "pplm"), slow("abs", "mlm"), slow("rel", "clm+tc"), slow("t5", "nsp+mlm+pmlm")],
 )
 def test_resume_is_bit_exact(run, tmp_path, pe, objective):
     flags = f"--pe {pe} --objective {objective} --steps 12 --eval_every 6 --grad_accum 2 "
@@ -2408,12 +2333,6 @@ def test_signals_are_given_back(run, monkeypatch):
     poisoned(monkeypatch, {1})
     assert exit_code(run, "broken", "--steps 3") == 1
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_the_hint_keeps_what_was_asked_for(said):
-    args = train.parse_args("--pe tupe_r --pos_rate .15 --objective pplm --steps 3".split())
-    train.say_goodbye(args, Path("run"), None)
-    assert "train.py --pe tupe_r --pos_rate 0.15 --objective pplm --preset paper" in said()
 
 
 def test_resume_refuses_another_run(run, tmp_path, capsys):
@@ -2564,9 +2483,7 @@ def test_saves_keep_their_distance(run, monkeypatch, seconds, steps):
     assert saved == steps
 
 
-@pytest.mark.parametrize(
-    "where, which", slow_unless((("replace", 3),), [("save", 3), ("link", 1), ("replace", 3)])
-)
+@pytest.mark.parametrize("where, which", [slow("save", 3), slow("link", 1), ("replace", 3)])
 def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, whole_run):
     """At whatever call the process dies, there is a whole checkpoint, and the end is bit for bit
     the same."""
@@ -3023,14 +2940,6 @@ OFFICIAL = {
     "mnli": "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
     "sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label",
 }
-# Text without what ends a field or a row; some that str.splitlines takes for an end are likely.
-LINE = st.text(
-    st.one_of(
-        st.sampled_from("\"\u2028\x85\x0b\x0c\x1c '\\"),
-        st.characters(blacklist_characters="\t\r\n\0", blacklist_categories=("Cs",)),
-    ),
-    max_size=12,
-)
 
 
 def official_file(name, rows, end="\n", bom=False):
@@ -3048,27 +2957,26 @@ def official_file(name, rows, end="\n", bom=False):
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-@given(draw=st.data(), bom=st.booleans(), end=st.sampled_from(["\n", "\r\n"]))
-@settings(max_examples=25, deadline=None)
-def test_readers_of_official_files(tmp_path_factory, name, draw, bom, end):
-    task = finetune.TASKS[name]
-    label = st.sampled_from(task.classes or ("0", "3.8", "5.000"))
-    row = st.tuples(st.tuples(*[LINE] * len(task.texts)), label)
-    rows = draw.draw(st.lists(row, min_size=1, max_size=4))
-    file = tmp_path_factory.mktemp("glue") / "train.tsv"
-    file.write_bytes(official_file(name, rows, end, bom))
+@pytest.mark.parametrize("end, bom", [("\n", False), ("\r\n", True)])
+def test_readers_of_official_files(tmp_path, name, end, bom):
+    """Quotes stay, and what str.splitlines takes for an end of a line."""
+    task, file = finetune.TASKS[name], tmp_path / "train.tsv"
+    labels = task.classes or ("0", "3.8", "5.000")
+    texts = '"', "a\u2028b\x85", "", "it's \\ \x0b\x0c\x1c", "é"
+    rows = [((text,) * len(task.texts), label) for text, label in zip(texts, labels * 3)]
+    whole = official_file(name, rows, end, bom)
+    file.write_bytes(whole)
     as_label = float if name == "stsb" else task.classes.index
     expected = [(texts, as_label(label)) for texts, label in rows]
     assert finetune.read_file(name, file, "train") == expected
-    # One tab too many or too few is noticed, with the line, wherever the row stands.
-    lines = official_file(name, rows, end, bom).split(end.encode())
-    line = draw.draw(st.integers(0, len(rows) - 1)) + (name != "cola")
-    wrong = st.sampled_from([lines[line].rsplit(b"\t", 1)[0], lines[line] + b"\t"])
-    lines[line] = draw.draw(wrong) or b"\t\t"
-    file.write_bytes(end.encode().join(lines))
-    says = rf"train.tsv, line {line + 1}: not \d+ columns"
-    refuses(says, finetune.read_file, name, file, "train")
-    if len(rows) > 1:
+    # One tab too many or too few is noticed, with the line.
+    line = 3 + (name != "cola")
+    for wrong in (lambda old: old.rsplit(b"\t", 1)[0], lambda old: old + b"\t"):
+        lines = whole.split(end.encode())
+        lines[line] = wrong(lines[line])
+        file.write_bytes(end.encode().join(lines))
+        says = rf"train.tsv, line {line + 1}: not \d+ columns"
+        refuses(says, finetune.read_file, name, file, "train")
         assert len(finetune.read_file(name, file, "train", True)) == len(rows) - 1
 
 
@@ -3077,13 +2985,9 @@ def test_readers_of_malformed_files(tmp_path, said):
     for name, text, says in (
         ("rte", rte + "0\ta\tb\tmaybe\n", "line 2: label 'maybe' is not one of entailment"),
         ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2, only sentence1, label"),
-        ("rte", "", "has no rows"),
         ("rte", rte, "has no rows"),
-        ("rte", "\n", "has no rows"),
         ("sst2", "sentence\tlabel\nfine\t1\nbroken\rrow\t1\n", "line 3: not 2 columns"),
-        ("stsb", official_file("stsb", [("ab", "5.1")]), "line 2: score 5.1 is not in 0 .. 5"),
         ("stsb", official_file("stsb", [("ab", "nan")]), "score nan is not in 0 .. 5"),
-        ("stsb", official_file("stsb", [("ab", "five")]), "line 2: .*'five'"),
         ("sst2", b"sentence\tlabel\n\xff\t1\n", "can't decode byte 0xff"),
     ):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -3204,9 +3108,6 @@ def test_squad_files(tmp_path, said):
     file = tmp_path / "train-v1.1.json"
     for text, says in (
         ("{", "is damaged"),
-        ("{}", "KeyError: 'data'"),
-        ('{"data": 3}', "damaged"),
-        ("[]", "damaged"),
         ('{"data": [{"paragraphs": [{}]}]}', "damaged"),
         (
             squad_json([("1", "q", "a b", [("b", 1)])]),
@@ -3220,14 +3121,7 @@ def test_squad_files(tmp_path, said):
     assert "1 malformed rows left out" in said()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "{}",
-        '{"rows": [["torch", "t"]], "every": 0}',
-    ],
-)
+@pytest.mark.parametrize("content", ["{", "{}", '{"rows": [["torch", "t"]], "every": 0}'])
 def test_damaged_docs_are_one_clear_line(tmp_path, monkeypatch, content):
     (tmp_path / "docs.json").write_text(content)
     monkeypatch.setattr(finetune, "prepare", lambda *args: SimpleNamespace(folder=tmp_path))
@@ -3616,11 +3510,6 @@ def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
         assert torch.equal(same[key], value)
         assert torch.equal(other[key], value) or key.startswith("head.")
     assert not torch.equal(other["head.1.weight"], same["head.1.weight"])
-    monkeypatch.setattr(finetune, "predict", lambda *args: [-0.2, 5.1, 2.34567, 0.0, 5.0])
-    args, model = finetune_args("--data_dir", "glue"), SimpleNamespace()
-    args.out_dir = tmp_path
-    finetune.write_predictions("stsb", model, args)
-    assert submitted(tmp_path / "STS-B.tsv") == ["0.000", "5.000", "2.346", "0.000", "5.000"]
 
 
 def test_finetune_squad(at_run, tmp_path, said):
@@ -3748,13 +3637,7 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     run_finetune(tmp_path, "cola", LEARN, "--epochs 1 --limit_train 9")
     whole, fc1 = finetune.read_checkpoint(file), "encoder.blocks.0.fc1.weight"
     finetune.load_tuned("cola", args)
-    for place, junk in (
-        ("row", None),
-        ("row lr", 1j),
-        ("config d_model", "wide"),
-        ("tokenizer pat_str", None),
-        (f"model {fc1}", None),
-    ):
+    for place, junk in (("row", None), (f"model {fc1}", None)):
         broken, (*outer, last) = copy.deepcopy(whole), place.split()
         inner = broken[outer[0]] if outer else broken
         inner.pop(last)
@@ -4455,25 +4338,22 @@ def test_correlations_are_pearsons_without_none():
 def test_damaged_files_are_left_out(probed, said, tmp_path, undrawn):
     """A crash, a full disk, another program: what can be read still counts."""
     good = {"task": "docs", "ckpt": "out/run", "lr": 0.1, "metrics": {"accuracy": 0.5}}
-    for name in ("lines", "config", "rows", "checkpoint"):
+    for name in ("lines", "checkpoint"):
         shutil.copytree(probed / "none", tmp_path / name)
     with open(tmp_path / "lines" / "log.jsonl", "ab") as handle:
         handle.write(b'\xff\xfe\n[1, 2]\n{"step": 9, "val_lo\n')
     rows = [json.dumps(row) for row in (good, [], {"task": "docs"}, "text")]
     (tmp_path / "lines" / "results.jsonl").write_bytes("\n".join(rows).encode() + b"\n\xff\n")
-    (tmp_path / "config" / "config.json").write_bytes(b"\xff[")
-    (tmp_path / "rows" / "results.jsonl").write_text(json.dumps({**good, "metrics": [1]}))
     (tmp_path / "checkpoint" / "ckpt.pt").write_bytes(b"PK")
     (tmp_path / "checkpoint" / "ckpt_prev.pt").unlink(missing_ok=True)
     found = probe_json(tmp_path / "probe", "--runs", tmp_path / "*")["runs"]
     out = said()
-    assert [row["run"] for row in found] == ["config", "lines"]
-    assert found[1]["scores"] == {"docs accuracy": 0.5}
-    assert found[1]["val_loss"] == log_of(probed / "none")[-1]["val_loss"]
+    assert [row["run"] for row in found] == ["lines"]
+    assert found[0]["scores"] == {"docs accuracy": 0.5}
+    assert found[0]["val_loss"] == log_of(probed / "none")[-1]["val_loss"]
     assert "log.jsonl: 3 damaged lines left out" in out
     assert "results.jsonl: 4 damaged lines left out" in out
-    for name in ("rows", "checkpoint"):
-        assert out.count(f"{tmp_path / name} left out: ") == 1
+    assert out.count(f"{tmp_path / 'checkpoint'} left out: ") == 1
 
 
 DRIVER = str(HERE / "results" / "run.py")
@@ -5089,26 +4969,9 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path, undrawn):
     out = capsys.readouterr().out
     runs = {run["run"]: run for run in found["runs"]}
     assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long for the rows: 1" in out
-    assert "{" not in out and "| ties" in out and " +- 0." in out
     none = runs["none"]
     assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
     assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
-    # The run's own first score, under names that other programs read.
-    expected = dict(order_only=0.5, order_only_pairs=3, pairs=5, left_out=1)
-    assert expected.items() <= none["blimp"].items()
-    assert none["blimp"]["ties"] == none["ties"]["pll"]
-    assert none["blimp"]["order_only_paradigms"] == {"a": 0.5, "b": 0.5}
-    assert none["blimp"]["mean"] == none["scores"]["pll"]["mean"]
-    assert none["blimp"]["paradigms"] == none["paradigms"]["pll"]
-    assert list(none["blimp"]["phenomena"]) == ["argument_structure", "long", "own"]
-    assert none["scores"]["pll"]["order-only"] == none["scores"]["unigram"]["order-only"] == 0.5
-    assert list(none["scores"]["pll"]) == [
-        "argument_structure",
-        "long",
-        "own",
-        "mean",
-        "order-only",
-    ]
     for run in runs.values():
         for score, row in run["scores"].items():
             by_name = run["paradigms"][score]
@@ -5123,8 +4986,6 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path, undrawn):
     a, b, c, d = probe.sentence_scores(model, ids)["pll"]
     assert runs["abs"]["paradigms"]["pll"]["own"] == np.mean([a > c, b > d])
     assert pictures_in(tmp_path / "out") == {"phenomena"} == pictures_in(probed / "abs" / "blimp")
-    one = json.loads((probed / "pmlm" / "blimp" / "probe.json").read_text())
-    assert {**one, "pictures": None} == {**runs["pmlm"], "pictures": None}
     # Frequencies, by a loop; without the text they are left out.
     text, V = corpus.train.tolist(), corpus.vocab_size
     bigram = 0
@@ -5923,12 +5784,7 @@ def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "key, says",
-    [
-        ("roberta.encoder.layer.0.adapter.weight", "extra"),
-    ],
-)
+@pytest.mark.parametrize("key, says", [("roberta.encoder.layer.0.adapter.weight", "extra")])
 def test_a_missing_or_an_extra_tensor(imported, tmp_path, capsys, key, says):
     from safetensors.torch import load_file, save_file
 
