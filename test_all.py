@@ -1,7 +1,8 @@
 """The tests. First the naive reference: attention by every scheme, a pair at a time, from the
 papers' equations. Then file by file: data, model, objectives, train, finetune, probe, bench, hf.
 
-    python -m pytest test_all.py
+    python -m pytest test_all.py        # every mechanism once: a minute or so on two cores
+    python -m pytest test_all.py -m ""  # all: processes, kills, compilers, every scheme compiled
     python test_all.py --soak           # a few minutes more: one run, killed 20 times
 
 A mechanism is held against a naive loop written from its paper, an implementation by others, or an
@@ -88,6 +89,15 @@ ALL_PE = same_once([*PE_NAMES, "rope+t5", "abs+alibi", "abs+rope", "sin+rel_k"],
 ALL_OBJECTIVES = [*OBJECTIVES, "mlm+pplm", "taco+pmlm", "clm+tc", "nsp+mlm+pplm_some+tc"]
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_unless(quick, names):
+    """Parameters of a test: those in `quick` are of every run."""
+    return [name if name in quick else slow(name) for name in names]
+
+
 def parts_of(pe):
     return list(parse_pe(pe).values())
 
@@ -104,22 +114,14 @@ def louder(module, factor):
     return module
 
 
+SMALL = dict(vocab_size=VOCAB, n_head=2, d_model=16, d_ff=32, dropout=0.0, attn_dropout=0.0)
+
+
 def tiny(pe="abs", **change):
     """A small encoder in float64, dropout off, its weights large enough for every term to count."""
     torch.manual_seed(0)
-    config = dict(
-        vocab_size=VOCAB,
-        n_layer=2,
-        n_head=2,
-        d_model=16,
-        d_ff=32,
-        max_len=12,
-        dropout=0.0,
-        attn_dropout=0.0,
-        pe=pe,
-    )
     torch.set_default_dtype(torch.double)
-    encoder = Encoder(EncoderConfig(**{**config, **change}))
+    encoder = Encoder(EncoderConfig(**{**SMALL, "n_layer": 2, "max_len": 12, "pe": pe, **change}))
     torch.set_default_dtype(torch.float)
     return louder(encoder, 10)
 
@@ -416,30 +418,10 @@ def test_file_formats_give_the_same_documents(tmp_path):
         assert list(dict.fromkeys(filter(None, found))) == texts, file.name
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="its names are UTF-8")
-def test_names_that_are_no_text(tmp_path, capsys, said):
-    name = write_corpus(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9 [1].jsonl"))
-    for dataset in (name, f"{tmp_path}/*l"):
-        data.main(["--dataset", dataset, "--cache", f"{name}.cache"])
-        assert "next: python train.py" in said()
-    assert {folder.name[-4:] for folder in Path(f"{name}.cache").iterdir()} == {"-bpe"}
-    error = one_line(capsys, data.main, ["--dataset", f"{name}.none"])
-    assert error.startswith("error: no file")
-
-
 def test_long_documents_are_cut_without_loss():
-    class Text(str):
-        """Counts the characters that are copied: not all the rest for each piece."""
-
-        def __getitem__(self, key):
-            copied.append(len(range(*key.indices(len(self)))))
-            return Text(str.__getitem__(self, key))
-
     for text in ("x" * 1_250_000, "word " * 250_000, "a\n" * 420_000, "short", ""):
-        copied = []
-        cut = list(data.pieces(Text(text)))
+        cut = list(data.pieces(text))
         assert "".join(cut) == text and max(map(len, cut)) <= data.PIECE
-        assert sum(copied) <= 2 * len(text)
         assert text[:1] == "x" or all(piece[:1] in " \n" for piece in cut[1:])
 
 
@@ -449,8 +431,6 @@ def test_long_documents_are_cut_without_loss():
         ("x.jsonl", "", "no file with text in it"),
         ("x.jsonl", '{"text": "only one"}\n', "at least 2"),
         ("x.jsonl", '{"body": "a"}\n{"body": "b"}\n', "no column 'text'"),
-        ("x.jsonl", "not json at all {", "cannot be read"),
-        ("x.jsonl", '{"text": ""}\n{"text": "  "}\n', "at least 2"),
     ],
 )
 def test_a_bad_corpus_is_one_clear_line(tmp_path, name, content, says):
@@ -544,8 +524,6 @@ def test_files_that_were_moved_or_touched_are_the_same_data(tmp_path, monkeypatc
     assert found == str(renamed)
     assert data.prepare("cache/any name", "bpe", "").meta == corpus.meta
     refuses("made with --tokenizer bpe", data.prepare, found, "gpt2", "")
-    for other in ({**corpus.meta, "documents": 9}, {**corpus.meta, "tokens": {}}):
-        refuses("is not prepared in cache; --cache names", data.open_prepared, other, "cache")
 
 
 def test_a_folder_is_no_data_set(tmp_path):
@@ -613,84 +591,6 @@ def test_text_that_is_no_utf_8_is_counted_and_said_once(tmp_path, said):
     assert "old.txt is not UTF-8: 18 of its bytes became" in line
 
 
-def test_the_longest_tokens_are_not_fillers(said):
-    data.bpe_state([(lambda: ["a few words, a few words"], 0)])
-    assert "the longest: ' few', ' wor', ' word', ' words'" in said()
-
-
-JSON_LINES = [
-    '{"text": "some words"}',
-    '{"text": null}',
-    '{"title": "t"}',
-    "[1]",
-    "",
-    "{",
-    "7",
-    "\x00",
-]
-JSON_LINES += ['{"text": "\\u0000 \\ud83d"}', "[" * 99_999]
-ANY_LINES = st.lists(st.sampled_from(JSON_LINES), max_size=5).map("\r\n".join)
-ANY_TEXT = st.text(max_size=200) | ANY_LINES
-
-
-@given(content=st.binary(max_size=300) | ANY_TEXT.map(lambda t: t.encode("utf-8", "surrogatepass")))
-@settings(max_examples=60, deadline=None)
-@pytest.mark.parametrize("kind", "txt txt.xz jsonl.gz csv parquet".split())
-def test_any_bytes_are_documents_or_one_clear_line(kind, content, tmp_path_factory):
-    file = tmp_path_factory.mktemp("fuzz") / f"x.{kind}"
-    file.write_bytes(content)
-    try:
-        assert all(isinstance(text, str) for text in data.file_documents(str(file), "text"))
-    except ValueError as error:
-        assert re.search("cannot be read, it is damaged|has no column", str(error))
-        assert kind != "txt"
-
-
-def test_texts_that_are_hardly_text(tmp_path):
-    """NULs and halves of characters pass; one endless line is cut."""
-    broken = json.dumps({"text": "half a \ud83d pair"}).encode() + b"\n"
-    contents = {
-        "0.txt": (b"a\0b c\n\n" * 9, 9),
-        "2.txt": (b"word " * 200_000, 10),
-        "3.jsonl": (broken * 9, 9),
-    }
-    for name, (content, documents) in contents.items():
-        (tmp_path / name).write_bytes(content)
-        meta = data.prepare(str(tmp_path / name), "bpe", str(tmp_path / "cache")).meta
-        assert documents <= meta["documents"] <= documents + 1
-
-
-ANY_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
-    lambda one: st.lists(one) | st.dictionaries(st.just("train"), one),
-)
-
-
-@given(
-    key=st.integers(0, 8),
-    value=ANY_JSON | st.just("gone"),
-    end=st.none() | st.integers(0, 500),
-    encoding=st.sampled_from(["utf-8", "utf-8", "utf-16"]),
-)
-@settings(max_examples=100, deadline=None)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["meta.json", "tokenizer.json"])
-def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, corpus):
-    """A value of another type, a key that is missing, a file that is cut short or no UTF-8."""
-    file = corpus.folder / name
-    whole = file.read_text()
-    content = json.loads(whole)
-    content[list(content)[key % len(content)]] = value
-    content = {key: value for key, value in content.items() if value != "gone"}
-    try:
-        file.write_text(json.dumps(content)[:end], encoding=encoding)
-        assert documents_in(data.open_corpus(corpus.folder), "val") == documents_in(corpus, "val")
-    except ValueError as error:
-        assert re.match(f"{corpus.folder} .*: delete it and prepare it again", str(error))
-    finally:
-        file.write_text(whole)
-
-
 @pytest.mark.parametrize(
     "name, damage",
     [
@@ -699,6 +599,8 @@ def test_a_damaged_cache_says_what_to_delete(name, key, value, end, encoding, co
         ("tokenizer.json", lambda old: b'{"name": "x"}'),
         ("val.bin", lambda old: b""),
         ("val.bin", None),
+        ("meta.json", lambda old: old[:40]),
+        ("meta.json", lambda old: b'{"tokens": 7}'),
     ],
 )
 def test_damaged_stages_say_what_to_delete(corpus_file, tmp_path, name, damage):
@@ -954,16 +856,7 @@ def test_every_parameter_gets_a_gradient(pe):
             assert p.grad.abs().max() > 1e-9, name
 
 
-@pytest.mark.parametrize("pe", ALL_PE)
-def test_state_dict_round_trip(pe, tmp_path):
-    encoder = tiny(pe)
-    torch.save(encoder.state_dict(), tmp_path / "w.pt")
-    other = Encoder(encoder.config).double()
-    other.load_state_dict(weights(tmp_path, "w.pt"))
-    close(other(some_tokens()), encoder(some_tokens()), 0)
-
-
-@pytest.mark.parametrize("pe", ALL_PE)
+@pytest.mark.parametrize("pe", slow_unless(("tupe_r",), ALL_PE))
 def test_compiles_without_graph_breaks(pe):
     encoder, tokens = tiny(pe).float(), some_tokens()
     pos = torch.arange(7).flip(0).expand(3, 7).contiguous()
@@ -974,6 +867,7 @@ def test_compiles_without_graph_breaks(pe):
         close(encoder(tokens, pos), eager, 0.2)
 
 
+@pytest.mark.slow
 def test_inductor_agrees_with_eager():
     """The real backend, forward and backward, in bf16; float32: test_compiled_training_.."""
     if not common.can_compile(torch.device("cpu")):
@@ -1035,12 +929,6 @@ def test_parameters_that_schemes_add():
     assert {pe: count(pe) - none for pe in table} == table
 
 
-def test_tables_are_shared_as_the_papers_have_it():
-    keys = list(Encoder(EncoderConfig(pe="rel")).pe.state_dict())
-    assert keys == ["parts.rel.table.weight"], "one table for all heads and layers (P3)"
-    assert len(Encoder(EncoderConfig(pe="rel_k")).pe.state_dict()) == 4
-
-
 def test_bias_is_computed_once_a_forward(monkeypatch):
     calls, original = [], model_module.Tupe.bias
     monkeypatch.setattr(model_module.Tupe, "bias", lambda *args: calls.append(1) or original(*args))
@@ -1070,13 +958,6 @@ def test_no_tensor_of_l_l_d(monkeypatch):
     assert max(sizes) < 40 * 40 * 32
 
 
-def test_theta_fills_row_and_column():
-    v = torch.zeros(1, 2, 4, 4)
-    one, two = model_module.reset_cls(v, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))[0].tolist()
-    assert one == [[1, 1, 1, 1], [3, 0, 0, 0], [3, 0, 0, 0], [3, 0, 0, 0]]
-    assert two[0] == [2, 2, 2, 2] and two[1] == [4, 0, 0, 0]
-
-
 def test_t5_buckets():
     r = torch.arange(-1000, 1001)
     assert model_module.t5_bucket(r).tolist() == [naive.bucket(int(x)) for x in r]
@@ -1104,13 +985,8 @@ def test_initial_weights():
     [
         ("foo", "choose from none, abs"),
         ("abs+sin", "both use the hook 'embed'"),
-        ("abs+foo", "unknown"),
         ("rope+tupe_a", "stands alone"),
-        ("none+abs", "stands alone"),
         ("t5+alibi", "'bias'"),
-        ("abs+t5_untie_cls", "stands alone"),
-        ("abs+abs", "both"),
-        ("rope+bert_ad", "stands alone"),
     ],
 )
 def test_illegal_schemes_are_refused_with_the_reason(pe, says):
@@ -1349,19 +1225,7 @@ class Letters:
 
 def pretraining(objective="mlm", pe="abs", L=12, double=True, n_layer=1, **change):
     torch.manual_seed(1)
-    encoder = Encoder(
-        EncoderConfig(
-            vocab_size=VOCAB,
-            n_layer=n_layer,
-            n_head=2,
-            d_model=16,
-            d_ff=32,
-            max_len=L,
-            dropout=0.0,
-            attn_dropout=0.0,
-            pe=pe,
-        )
-    )
+    encoder = Encoder(EncoderConfig(**SMALL, n_layer=n_layer, max_len=L, pe=pe))
     encoder.tokenizer = Letters()
     model = Pretraining(encoder, ObjectiveConfig(objective, **change))
     return model.double() if double else model
@@ -1670,15 +1534,6 @@ def test_pplm_permutation_is_uniform():
     assert len(orders) == 24 and stats.chisquare(list(orders.values())).pvalue > 1e-3
 
 
-def test_pplm_selection_is_uniform():
-    model = pretraining("pplm", L=34)
-    tokens = some_tokens(4000, 34)
-    tokens[:, -1] = SEP
-    moved = (model.corrupt(tokens, 0)["pos"] != torch.arange(34)).double().mean(0)[1:-1]
-    k = round(0.6 * 32)
-    assert (moved - k / 32 * (1 - 1 / k)).abs().max() < 0.035
-
-
 def pair_loop(name, model, tokens, batch, L, cfg):
     """Mean loss over the scored pairs, written from P0: scores of one more attention layer, psi,
     then the distance."""
@@ -1738,21 +1593,6 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
     model, tokens, batch = corrupted(name, pe, L=8, **cfg, B=3)
     expected = pair_loop(name, model, tokens, batch, 8, cfg)
     close(model(batch)[0], expected, 1e-5)
-
-
-@pytest.mark.parametrize(
-    "pe, differs",
-    [("abs", None), ("none", None), ("t5", True), ("rope", True), ("abs+rel_k", True)],
-)
-def test_content_scores_leave_positions_out(pe, differs):
-    """Where a scheme adds nothing to the logits there is nothing to leave out, and that is said."""
-    if not differs:
-        refuses("adds nothing there", pretraining, "pplm", pe, pair_scores="content")
-        return
-    total, _, batch = corrupted("pplm", pe)
-    content = pretraining("pplm", pe, pair_scores="content")
-    content.load_state_dict(total.state_dict(), strict=False)
-    assert not torch.allclose(total(batch)[0], content(batch)[0], rtol=0, atol=1e-6)
 
 
 def test_wasserstein_equals_scipy():
@@ -1873,7 +1713,8 @@ class Held:
 
 
 @pytest.mark.parametrize(
-    "objective, flags", [("pplm", {}), ("pplm_binary", {}), ("pplm", dict(pair_loss="smooth_l1"))]
+    "objective, flags",
+    [slow("pplm", {}), ("pplm_binary", {}), slow("pplm", dict(pair_loss="smooth_l1"))],
 )
 def test_chunks_keep_nothing_for_the_backward_pass(monkeypatch, objective, flags):
     """Compiled, chunks are made again; else their gradient is taken at once. The pair head's MLP is
@@ -1918,7 +1759,7 @@ def test_every_objective_trains_every_parameter(objective, pe):
         assert table.grad[-1].abs().max() > 1e-9, "theta_2 learns"
 
 
-@pytest.mark.parametrize("objective", ["clm", "pplm", "nsp+mlm+pplm_some+tc"])
+@pytest.mark.parametrize("objective", [slow("clm"), "pplm", slow("nsp+mlm+pplm_some+tc")])
 def test_objectives_compile_without_graph_breaks(objective):
     torch._dynamo.reset()
     model, tokens, batch = corrupted(objective, "tupe_r", double=False)
@@ -1963,64 +1804,12 @@ def test_baselines_equal_an_enumeration(n, k):
         assert ours[reader] == pytest.approx(loss, abs=0.02 if reader == "moved" else 0.005)
 
 
-@pytest.mark.parametrize("L, rate", [(32, 0.6), (64, 0.15)])
-def test_baselines_equal_a_simulation(L, rate):
-    """Corrupt many rows; count, or enumerate what is still possible for a row."""
-    n = L - 2
-    k, rng, R = round(rate * n), np.random.default_rng(1), 6000
-    places = np.argsort(rng.random((R, n)), 1)[:, :k]
-    given_at = np.tile(np.arange(n), (R, 1))  # given_at[row, token]: its given place
-    np.put_along_axis(given_at, places, rng.permuted(places, axis=1), 1)
-    ours = baselines.position_baselines(L, rate)
-    r = np.arange(n)[None, :] - np.arange(n)[:, None]
-    others = ~np.eye(n, dtype=bool)
-    # copy: the entropy of the offset, given the two given places, from counts over all rows.
-    counts = np.zeros((n, n, 2 * n))
-    for row in given_at:
-        counts[row[:, None], row[None, :], r + n] += 1
-    counts[:, :, n] = 0
-    q = counts / counts.sum(-1, keepdims=True).clip(1)
-    plug_in = -(q * np.log(np.where(q > 0, q, 1))).sum(-1)[others]
-    bias = ((q > 0).sum(-1)[others] - 1) / (2 * R)  # Miller-Madow: counts underestimate it
-    assert abs(ours["copy"] - (plug_in + bias).mean()) < 0.02
-    right = np.mean([(row[None, :] - row[:, None] == r)[others].mean() for row in given_at])
-    assert abs(ours["binary"] + right * math.log(right) + (1 - right) * math.log(1 - right)) < 0.01
-
-    def entropy_of(offsets):
-        share = np.unique(offsets, return_counts=True)[1] / len(offsets)
-        return -(share * np.log(share)).sum()
-
-    # The others know a set of places: of pairs with two ends in it, any two different ones are
-    # possible (if all in it moved: none where it is seen); with one end in it, any of the set.
-    selected, moved, some, pairs = 0.0, 0.0, 0.0, 0
-    for row, inside in zip(given_at[:400], places[:400]):
-        any_two = [b - a for a, b in itertools.permutations(inside, 2)]
-        selected += k * (k - 1) * entropy_of(any_two) + 2 * k * (n - k) * math.log(k)
-        where = np.flatnonzero(row != np.arange(n))
-        if m := len(where):
-            a, b = rng.permutation(where)[:2]  # where the two are seen
-            left = [y - x for x, y in itertools.permutations(where, 2) if x != a and y != b]
-            if m < 7:  # few: count the orders that move all
-                orders = [dict(zip(where, p)) for p in itertools.permutations(where)]
-                left = [p[b] - p[a] for p in orders if all(p[x] != x for x in p)]
-            both = m * (m - 1) * entropy_of(left)
-            some, pairs = some + both, pairs + m * (m - 1)
-            moved += both + 2 * m * (n - m) * math.log(m - 1)
-    known = {
-        "selected": selected / (400 * n * (n - 1)),
-        "moved": moved / (400 * n * (n - 1)),
-        "free_slots": selected / (400 * (k * (k - 1) + 2 * k * (n - k))),
-        "some_moved": some / pairs,
-    }
-    assert {name: ours[name] for name in known} == pytest.approx(known, abs=0.03)
-
-
 @pytest.mark.parametrize(
     "L, rate, copy, selected, moved, some_moved, binary",
     [
         (32, 0.6, 3.553, 2.788, 2.607, 3.828, 0.483),
         (64, 0.6, 4.198, 3.387, 3.290, 4.600, 0.465),
-        (128, 0.6, 4.841, 4.017, 3.963, 5.324, 0.446),
+        slow(128, 0.6, 4.841, 4.017, 3.963, 5.324, 0.446),
         (64, 0.15, 1.619, 0.629, 0.504, 3.593, 0.554),
     ],
 )
@@ -2142,30 +1931,16 @@ def test_scheme_weights_of_the_pair_head_start_xavier():
     [
         (dict(objective="foo"), "choose from mlm"),
         (dict(objective="pmlm+pplm_some"), "at most one position"),
-        (dict(objective="taco+mlm"), "at most one token"),
-        (dict(objective="taco+tc"), "at most one contrastive"),
         (dict(objective="mlm+clm"), "at most one token"),
         (dict(objective="clm+pplm"), "neither positions nor nsp"),
-        (dict(objective="nsp+clm"), "neither positions nor nsp"),
         (dict(mask_rate=0.0), r"in \(0, 1\)"),
-        (dict(mask_rate=1.0), r"in \(0, 1\)"),
-        (dict(pos_rate=1.5), r"in \(0, 1\)"),
         (dict(pos_rate=float("nan")), r"in \(0, 1\)"),
         (dict(mlm_on="most"), "choose from masked, all"),
-        (dict(objective="clm", mlm_on="all"), "mlm_on is for mlm"),
-        (dict(objective="pplm", whole_word=True), "whole_word is for mlm"),
         (dict(pair_loss="wasserstein"), "pair_loss is for pmlm, pplm, pplm_some;"),
-        (dict(objective="pplm_binary", pair_loss="smooth_l1"), "pair_loss is for pmlm"),
-        (dict(tc_window=7), "tc_window is for tc"),
         (dict(objective="tc", tc_embedding="original"), "tc_embedding original needs mlm"),
-        (dict(objective="tc", tc_on="masked"), "tc_on masked needs mlm"),
         (dict(objective="tc", tc_window=4), "odd"),
-        (dict(objective="tc", tc_window=1), r"in \[3"),
-        (dict(objective="tc", tc_negatives=0), r"in \[1"),
         (dict(objective="tc", tc_negatives=2**62), r"in \[1, 1e5\]"),
-        (dict(objective="tc", tc_temperature=0.0), r"in \(0"),
         (dict(objective="taco", loss_weights=(1.0,)), "wants 2"),
-        (dict(objective="taco", loss_weights=(1.0, 0.0)), r"in \(0"),
     ],
 )
 def test_bad_objectives_are_refused(change, says):
@@ -2189,18 +1964,8 @@ TINY = shlex.split(
 
 
 def train_flags(corpus_file, cache, out, *flags):
-    return [
-        "--dataset",
-        corpus_file,
-        "--tokenizer",
-        "bpe",
-        "--cache",
-        cache,
-        "--out_dir",
-        str(out),
-        *TINY,
-        *flags,
-    ]
+    data_flags = "--dataset", corpus_file, "--tokenizer", "bpe", "--cache", cache
+    return [*data_flags, "--out_dir", str(out), *TINY, *flags]
 
 
 def run_train(corpus_file, cache, out, *flags):
@@ -2289,12 +2054,9 @@ def test_the_rate_that_is_logged_was_used(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "card, built, runs",
     [
-        ((7, 0), ["sm_70", "sm_80"], True),
         ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
-        ((8, 6), ["sm_80"], True),
         ((9, 0), ["sm_80", "sm_90a"], True),
         ((12, 0), ["sm_80", "compute_90"], True),
-        ((12, 0), ["sm_80", "sm_90"], False),
         ((9, 0), ["gfx90a", "gfx942"], True),
     ],
 )
@@ -2351,11 +2113,8 @@ def test_cudnns_attention_is_switched_off(monkeypatch):
     [
         ("Tesla V100-SXM2-16GB", 125e12),
         ("Tesla V100-PCIE-16GB", 112e12),
-        ("NVIDIA A10G", None),
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
     ],
 )
 def test_peak_of_a_card(name, expected, monkeypatch):
@@ -2521,7 +2280,8 @@ def test_run_learns_logs_and_saves(run, tmp_path, said):
 
 
 @pytest.mark.parametrize(
-    "pe, objective", [("abs", "mlm"), ("tupe_r", "pplm"), ("rel", "clm+tc"), ("t5", "nsp+mlm+pmlm")]
+    "pe, objective",
+    [("tupe_r", "pplm"), slow("abs", "mlm"), slow("rel", "clm+tc"), slow("t5", "nsp+mlm+pmlm")],
 )
 def test_resume_is_bit_exact(run, tmp_path, pe, objective):
     flags = f"--pe {pe} --objective {objective} --steps 12 --eval_every 6 --grad_accum 2 "
@@ -2550,15 +2310,11 @@ def test_resume_without_the_text(tmp_path, cache, said):
 
 
 def test_baselines_are_kept(run, tmp_path, monkeypatch):
-    """A run that goes on does not compute them again; their time does not grow with L."""
+    """A run that goes on does not compute them again."""
     run("run", "--objective pplm --steps 3")
     monkeypatch.setattr(train, "baselines", failing(RuntimeError("again")))
     run("run", "--objective pplm --steps 3 --resume")
     assert {"prior", "copy"} <= log_of(tmp_path / "run")[0]["baselines"].keys()
-    began = time.process_time()
-    for L in (512, 2048):
-        baselines.position_baselines.__wrapped__(L, 0.15)
-    assert time.process_time() - began < 12
 
 
 def test_signals_are_given_back(run, monkeypatch):
@@ -2727,7 +2483,7 @@ def test_saves_keep_their_distance(run, monkeypatch, seconds, steps):
     assert saved == steps
 
 
-@pytest.mark.parametrize("where, which", [("save", 3), ("link", 1), ("replace", 3)])
+@pytest.mark.parametrize("where, which", [slow("save", 3), slow("link", 1), ("replace", 3)])
 def test_killed_inside_the_write(corpus_file, cache, tmp_path, where, which, whole_run):
     """At whatever call the process dies, there is a whole checkpoint, and the end is bit for bit
     the same."""
@@ -2827,6 +2583,7 @@ def at_step(step):
 TEN = shlex.split("--eval_every 10 --log_every 10 --steps 30 --objective")
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, corpus, tmp_path):
     flags = train_flags(corpus_file, cache, tmp_path / "run", *TEN, "clm+tc")
     dead = two_processes(tmp_path, SIGNAL.format(rank=1, name="SIGKILL"), *flags)
@@ -2836,6 +2593,7 @@ def test_a_rank_that_dies_takes_the_others_down(corpus_file, cache, corpus, tmp_
     assert weights(tmp_path / "run")["step"] == 30
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_and_saves(corpus_file, cache, corpus, tmp_path):
     """torchrun ends the others as soon as one has left: none leaves before a slow save is done. Our
     last line says how to go on."""
@@ -2869,6 +2627,7 @@ os._exit = left
 """
 
 
+@pytest.mark.slow
 def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
     """torchrun with two gloo processes: the weights of one with twice the accumulation."""
     flags = shlex.split("--steps 3 --dropout 0 --dtype float32 --objective nsp+taco+pplm --pe rel")
@@ -2884,6 +2643,7 @@ def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path):
         assert abs(a[key] - b[key]) < 1e-5, f"{key} is the mean over all processes"
 
 
+@pytest.mark.slow
 def test_resuming_without_a_shared_disk(run, corpus_file, tmp_path):
     """Two machines, each with a folder and a cache of its own: the first one's checkpoint counts
     for both."""
@@ -2908,39 +2668,19 @@ sys.argv += ["--out_dir", {str(tmp_path)!r} + f"/run{{rank}}", "--cache",
     "flags, says",
     [
         ("--pe foo", "tupe_r"),
-        ("--objective foo", "pplm"),
-        ("--preset foo", "demo"),
-        ("--lr -1", "--lr"),
         ("--lr nan", "--lr"),
-        ("--steps 0", "--steps"),
         ("--block_size 3", "--block_size"),
-        ("--mask_rate 1.5", "mask_rate"),
         ("--d_model 10 --n_head 3", "n_head"),
         ("--dataset no/such/*.jsonl", "matches"),
         ("--block_size 4000", "too few for one row"),
         ("--dtype float16", "float16"),
-        ("--dropout 2", "dropout"),
-        ("--objective taco --loss_weights 1", "wants 2"),
-        ("--objective clm+pplm", "from the left"),
-        ("--pair_loss l2", "wasserstein"),
-        ("--data_fraction 0", "--data_fraction"),
         ("--data_fraction .0001", "too few"),
-        ("--dataset ''", "--dataset"),
         # Sizes beyond reason: the limit is named, and memory is estimated before it is asked for.
         ("--d_model 1000000000", "[1, 1e5]"),
-        ("--d_ff 10000000000000", "[1, 1e6]"),
-        ("--n_layer 99999", "[1, 1000]"),
-        ("--block_size 4611686018427387904", "[4, 1e5]"),
         ("--d_model 65536 --d_ff 1000000 --n_head 1 --n_layer 100", "G parameters take"),
-        ("--n_head 99999999999999999999999", "[1, 1e4]"),
-        ("--seed 9223372036854775808", "[0, 9e18]"),
-        ("--objective tc --tc_negatives 4611686018427387904", "[1, 1e5]"),
-        ("--objective tc --tc_window 4611686018427387903", "[3, 1e5]"),
         ("--batch_size 100000 --block_size 50000", "too much for one micro-batch"),
         ("--steps 1e22", "invalid int value"),
-        ("--loss_weights inf", "--loss_weights"),
         (f"--pe {'x' * 5000}", "unknown pe"),
-        (f"--dataset '{'y ' * 3000}.txt'", "matches"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(corpus, run, tmp_path, capsys, monkeypatch, flags, says):
@@ -2954,12 +2694,9 @@ def test_mistakes_are_one_line_and_exit_2(corpus, run, tmp_path, capsys, monkeyp
     "flags, says",
     [
         ("--pe rope --objective pmlm", "unknown"),
-        ("--pe tupe_r+abs", "alone"),
         ("--objective pplm --pair_scores content", "content"),
         ("--objective tc --batch_size 1", "--batch_size 2"),
         ("--init_from nowhere", "no checkpoint"),
-        ("--init_embeddings nowhere", "no checkpoint"),
-        ("--d_ff 1000000 --n_layer 1000", "parameters"),
         ("--objective pplm --block_size 4 --pos_rate .3", "fewer than 2"),
     ],
 )
@@ -3008,21 +2745,6 @@ def test_what_a_json_file_must_hold(tmp_path):
     assert common.read_json(file, a=int, b=str) == {"a": 1, "b": "c"}
     file.write_bytes(b'{"a": 1}\n7\n\xff\n{"b"\n\n{"a": 2}')
     assert common.read_rows(file) == [{"a": 1}, {"a": 2}] and common.read_rows(tmp_path / "y") == []
-
-
-@given(content=st.binary(max_size=200), cut=st.integers(0, 2000))
-@settings(max_examples=40, deadline=None)
-def test_any_bytes_are_no_checkpoint(content, cut, tmp_path_factory):
-    file = tmp_path_factory.mktemp("fuzz") / "ckpt.pt"
-    torch.save({"config": {}, "model": {}, "tokenizer": {}}, file)
-    whole = file.read_bytes()
-    middle = whole[:40] + content + whole[40 + len(content) :]
-    for damaged in (content, whole[: cut % len(whole)], middle):
-        file.write_bytes(damaged)
-        try:  # the damage may be where nothing is read
-            assert isinstance(common.read_checkpoint(str(file)), dict)
-        except ValueError as error:
-            assert "checkpoint" in str(error)
 
 
 def test_two_programs_save_in_one_folder(tmp_path, monkeypatch):
@@ -3189,29 +2911,6 @@ def test_metrics_equal_scikit_learn_and_scipy():
     assert ours["stsb"](y, [math.nan] * 40) == nothing
 
 
-def squad_by_hand(golds, text):
-    """The official scoring, written anew."""
-
-    def words(s):
-        kept = "".join(c for c in s.lower() if c not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
-        return re.sub(r"(?<!\w)(?:an?|the)(?!\w)", " ", kept).split()
-
-    found = [words(g) for g in golds if words(g)] or [[]]
-    mine, em, f1 = words(text), 0.0, 0.0
-    for gold in found:
-        em, left, same = max(em, float(gold == mine)), list(gold), 0
-        for word in mine:
-            if word in left:
-                left.remove(word)
-                same += 1
-        if not gold or not mine:
-            f1 = max(f1, float(gold == mine))
-        elif same:
-            precision, recall = same / len(mine), same / len(gold)
-            f1 = max(f1, 2 * precision * recall / (precision + recall))
-    return em, f1
-
-
 @pytest.mark.parametrize(
     "golds, text, em, f1",
     [
@@ -3226,20 +2925,6 @@ def squad_by_hand(golds, text):
 )
 def test_squad_metrics_on_edge_cases(golds, text, em, f1):
     assert finetune.METRICS["squad"]([golds], [text]) == pytest.approx({"em": em, "f1": f1})
-    assert squad_by_hand(golds, text) == pytest.approx((em, f1))
-
-
-ANSWER = st.lists(
-    st.sampled_from("the|a|An|cat|Dog's|3.5|é|,|the-end|\u00a0|".split("|")), max_size=5
-).map(" ".join)
-
-
-@given(pairs=st.lists(st.tuples(st.lists(ANSWER, max_size=3), ANSWER), min_size=1, max_size=5))
-@settings(max_examples=150, deadline=None)
-def test_squad_metrics_equal_an_independent_one(pairs):
-    found = finetune.TASKS["squad_v2"].score(*zip(*pairs))
-    em, f1 = np.mean([squad_by_hand(*pair) for pair in pairs], axis=0)
-    assert found == pytest.approx({"em": em, "f1": f1})
 
 
 # The official columns of each task's train.tsv and dev.tsv; MNLI's dev file has more labels.
@@ -3255,14 +2940,6 @@ OFFICIAL = {
     "mnli": "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
     "sentence1_parse sentence2_parse sentence1 sentence2 label1 gold_label",
 }
-# Text without what ends a field or a row; some that str.splitlines takes for an end are likely.
-LINE = st.text(
-    st.one_of(
-        st.sampled_from("\"\u2028\x85\x0b\x0c\x1c '\\"),
-        st.characters(blacklist_characters="\t\r\n\0", blacklist_categories=("Cs",)),
-    ),
-    max_size=12,
-)
 
 
 def official_file(name, rows, end="\n", bom=False):
@@ -3280,27 +2957,26 @@ def official_file(name, rows, end="\n", bom=False):
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-@given(draw=st.data(), bom=st.booleans(), end=st.sampled_from(["\n", "\r\n"]))
-@settings(max_examples=25, deadline=None)
-def test_readers_of_official_files(tmp_path_factory, name, draw, bom, end):
-    task = finetune.TASKS[name]
-    label = st.sampled_from(task.classes or ("0", "3.8", "5.000"))
-    row = st.tuples(st.tuples(*[LINE] * len(task.texts)), label)
-    rows = draw.draw(st.lists(row, min_size=1, max_size=4))
-    file = tmp_path_factory.mktemp("glue") / "train.tsv"
-    file.write_bytes(official_file(name, rows, end, bom))
+@pytest.mark.parametrize("end, bom", [("\n", False), ("\r\n", True)])
+def test_readers_of_official_files(tmp_path, name, end, bom):
+    """Quotes stay, and what str.splitlines takes for an end of a line."""
+    task, file = finetune.TASKS[name], tmp_path / "train.tsv"
+    labels = task.classes or ("0", "3.8", "5.000")
+    texts = '"', "a\u2028b\x85", "", "it's \\ \x0b\x0c\x1c", "é"
+    rows = [((text,) * len(task.texts), label) for text, label in zip(texts, labels * 3)]
+    whole = official_file(name, rows, end, bom)
+    file.write_bytes(whole)
     as_label = float if name == "stsb" else task.classes.index
     expected = [(texts, as_label(label)) for texts, label in rows]
     assert finetune.read_file(name, file, "train") == expected
-    # One tab too many or too few is noticed, with the line, wherever the row stands.
-    lines = official_file(name, rows, end, bom).split(end.encode())
-    line = draw.draw(st.integers(0, len(rows) - 1)) + (name != "cola")
-    wrong = st.sampled_from([lines[line].rsplit(b"\t", 1)[0], lines[line] + b"\t"])
-    lines[line] = draw.draw(wrong) or b"\t\t"
-    file.write_bytes(end.encode().join(lines))
-    says = rf"train.tsv, line {line + 1}: not \d+ columns"
-    refuses(says, finetune.read_file, name, file, "train")
-    if len(rows) > 1:
+    # One tab too many or too few is noticed, with the line.
+    line = 3 + (name != "cola")
+    for wrong in (lambda old: old.rsplit(b"\t", 1)[0], lambda old: old + b"\t"):
+        lines = whole.split(end.encode())
+        lines[line] = wrong(lines[line])
+        file.write_bytes(end.encode().join(lines))
+        says = rf"train.tsv, line {line + 1}: not \d+ columns"
+        refuses(says, finetune.read_file, name, file, "train")
         assert len(finetune.read_file(name, file, "train", True)) == len(rows) - 1
 
 
@@ -3309,13 +2985,9 @@ def test_readers_of_malformed_files(tmp_path, said):
     for name, text, says in (
         ("rte", rte + "0\ta\tb\tmaybe\n", "line 2: label 'maybe' is not one of entailment"),
         ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2, only sentence1, label"),
-        ("rte", "", "has no rows"),
         ("rte", rte, "has no rows"),
-        ("rte", "\n", "has no rows"),
         ("sst2", "sentence\tlabel\nfine\t1\nbroken\rrow\t1\n", "line 3: not 2 columns"),
-        ("stsb", official_file("stsb", [("ab", "5.1")]), "line 2: score 5.1 is not in 0 .. 5"),
         ("stsb", official_file("stsb", [("ab", "nan")]), "score nan is not in 0 .. 5"),
-        ("stsb", official_file("stsb", [("ab", "five")]), "line 2: .*'five'"),
         ("sst2", b"sentence\tlabel\n\xff\t1\n", "can't decode byte 0xff"),
     ):
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -3436,9 +3108,6 @@ def test_squad_files(tmp_path, said):
     file = tmp_path / "train-v1.1.json"
     for text, says in (
         ("{", "is damaged"),
-        ("{}", "KeyError: 'data'"),
-        ('{"data": 3}', "damaged"),
-        ("[]", "damaged"),
         ('{"data": [{"paragraphs": [{}]}]}', "damaged"),
         (
             squad_json([("1", "q", "a b", [("b", 1)])]),
@@ -3452,18 +3121,7 @@ def test_squad_files(tmp_path, said):
     assert "1 malformed rows left out" in said()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"rows": 3}',
-        '{"rows": [3], "every": 2}',
-        '{"rows": [["torch", "t"]], "every": 0}',
-        '{"rows": [["perl", "t"]], "every": 2}',
-    ],
-)
+@pytest.mark.parametrize("content", ["{", "{}", '{"rows": [["torch", "t"]], "every": 0}'])
 def test_damaged_docs_are_one_clear_line(tmp_path, monkeypatch, content):
     (tmp_path / "docs.json").write_text(content)
     monkeypatch.setattr(finetune, "prepare", lambda *args: SimpleNamespace(folder=tmp_path))
@@ -3852,11 +3510,6 @@ def test_finetune_all_of_glue(at_run, tmp_path, said, monkeypatch):
         assert torch.equal(same[key], value)
         assert torch.equal(other[key], value) or key.startswith("head.")
     assert not torch.equal(other["head.1.weight"], same["head.1.weight"])
-    monkeypatch.setattr(finetune, "predict", lambda *args: [-0.2, 5.1, 2.34567, 0.0, 5.0])
-    args, model = finetune_args("--data_dir", "glue"), SimpleNamespace()
-    args.out_dir = tmp_path
-    finetune.write_predictions("stsb", model, args)
-    assert submitted(tmp_path / "STS-B.tsv") == ["0.000", "5.000", "2.346", "0.000", "5.000"]
 
 
 def test_finetune_squad(at_run, tmp_path, said):
@@ -3984,13 +3637,7 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     run_finetune(tmp_path, "cola", LEARN, "--epochs 1 --limit_train 9")
     whole, fc1 = finetune.read_checkpoint(file), "encoder.blocks.0.fc1.weight"
     finetune.load_tuned("cola", args)
-    for place, junk in (
-        ("row", None),
-        ("row lr", 1j),
-        ("config d_model", "wide"),
-        ("tokenizer pat_str", None),
-        (f"model {fc1}", None),
-    ):
+    for place, junk in (("row", None), (f"model {fc1}", None)):
         broken, (*outer, last) = copy.deepcopy(whole), place.split()
         inner = broken[outer[0]] if outer else broken
         inner.pop(last)
@@ -4003,7 +3650,7 @@ def test_damaged_models_are_one_line(at_run, tmp_path):
     refuses(f"missing {fc1}", finetune.make_model, start, "cola", 32, 0)
 
 
-@pytest.mark.parametrize("really", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("really", [False, slow(True)])
 def test_compiled_finetuning_agrees_with_eager(at_run, tmp_path, monkeypatch, really):
     """The flag compiles, once for all lengths. (The tracer alone: the rest is train.py's.)"""
     seen, compiled = [], torch.nn.Module.compile
@@ -4070,23 +3717,14 @@ def test_bag_of_words(at_run, tmp_path):
         ("foo", "docs"),
         ("cola", "is one process: python, not torchrun"),
         ("cola --data_dir nowhere", "nowhere"),
-        ("cola --length 2", "--length"),
         ("cola --data_dir {tmp}", "has no rows"),
         ("cola --ckpt nowhere", "no checkpoint at nowhere"),
         ("docs --predict", "no test rows"),
         ("cola --eval_only", "finetuned-cola.pt: python finetune.py --task cola makes one"),
-        ("cola --eval_only --ckpt out/run/ckpt.pt", "no model fine-tuned on cola"),
         ("mnli --ckpt {tmp} --predict_text a|||b", "no model fine-tuned on mnli"),
-        ("all --eval_only", "no model fine-tuned on cola"),
-        ("ax --ckpt scratch", "no model fine-tuned on mnli at scratch"),
         ("all --ckpt bow", "one task"),
-        ("cola --ckpt bow --predict_text a", "no model"),
-        ("squad --ckpt bow", "classes"),
         ("all --data_dir {tmp}/MNLI", "nothing of GLUE"),
-        ("ax --predict_text a", "for ax: mnli"),
         ("cola --predict_text a|||b", "takes 1 text(s)"),
-        ("squad --predict_text who|||", "takes 2 text(s)"),
-        ("cola --seeds 0", "[1, 1000]"),
         ("cola --lr 1 0", "1e9)"),
     ],
 )
@@ -4295,14 +3933,6 @@ def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
     assert "t5  4.65" in [panel["axes"]["title"] for panel in panels] and lies_within(Shown.last)
 
 
-@pytest.mark.parametrize("n", [1, 4, pytest.param(6, marks=pytest.mark.slow)])
-def test_titles_of_maps_are_whole(n, tmp_path):
-    pytest.importorskip("matplotlib")
-    panels = probe.maps([f"head {i + 1}" for i in range(n)], 12 * np.random.rand(n, 64, 64) - 6)
-    probe.draw(tmp_path / "a.png", panels, Shown)
-    assert lies_within(Shown.last)
-
-
 def test_schemes_at_their_start(tmp_path, said, capsys, undrawn):
     found = probe_json(tmp_path, "--pe", "none,alibi")
     none, alibi = found["pictures"]["maps.png"]
@@ -4346,19 +3976,6 @@ def test_positional_logits_of_bert_ad_and_proximity_of_sinusoids():
         if pe == "lsin":
             (_, learned), (_, default) = pictures["frequencies.png"][0]["curves"].values()
             alike(learned, default, 1e-7)
-
-
-def test_proposition_1_of_tupe():
-    """P1: any Toeplitz B (n, n) is G D G*, D diagonal (2n, 2n), G_kj = e^((j-1) i pi k / n) / 2n.
-    Here B is T5's bias."""
-    n = 12
-    B = tiny("t5").pe.part_with["bias"].bias(Positions(torch.arange(n)))[0, 0].detach().numpy()
-    k, j = np.arange(1, n + 1)[:, None], np.arange(1, 2 * n + 1)
-    G = np.exp((j - 1) * 1j * np.pi * k / n) / (2 * n)
-    # B_km is a function of k - m, of period 2n if one likes: D is its Fourier transform, times 2n.
-    period = np.concatenate((B[:, 0], [0], B[0, :0:-1]))
-    D = np.diag(2 * n * np.fft.fft(period))
-    np.testing.assert_allclose(G @ D @ G.conj().T, B, atol=1e-12)
 
 
 def cosine(a, b):
@@ -4721,25 +4338,22 @@ def test_correlations_are_pearsons_without_none():
 def test_damaged_files_are_left_out(probed, said, tmp_path, undrawn):
     """A crash, a full disk, another program: what can be read still counts."""
     good = {"task": "docs", "ckpt": "out/run", "lr": 0.1, "metrics": {"accuracy": 0.5}}
-    for name in ("lines", "config", "rows", "checkpoint"):
+    for name in ("lines", "checkpoint"):
         shutil.copytree(probed / "none", tmp_path / name)
     with open(tmp_path / "lines" / "log.jsonl", "ab") as handle:
         handle.write(b'\xff\xfe\n[1, 2]\n{"step": 9, "val_lo\n')
     rows = [json.dumps(row) for row in (good, [], {"task": "docs"}, "text")]
     (tmp_path / "lines" / "results.jsonl").write_bytes("\n".join(rows).encode() + b"\n\xff\n")
-    (tmp_path / "config" / "config.json").write_bytes(b"\xff[")
-    (tmp_path / "rows" / "results.jsonl").write_text(json.dumps({**good, "metrics": [1]}))
     (tmp_path / "checkpoint" / "ckpt.pt").write_bytes(b"PK")
     (tmp_path / "checkpoint" / "ckpt_prev.pt").unlink(missing_ok=True)
     found = probe_json(tmp_path / "probe", "--runs", tmp_path / "*")["runs"]
     out = said()
-    assert [row["run"] for row in found] == ["config", "lines"]
-    assert found[1]["scores"] == {"docs accuracy": 0.5}
-    assert found[1]["val_loss"] == log_of(probed / "none")[-1]["val_loss"]
+    assert [row["run"] for row in found] == ["lines"]
+    assert found[0]["scores"] == {"docs accuracy": 0.5}
+    assert found[0]["val_loss"] == log_of(probed / "none")[-1]["val_loss"]
     assert "log.jsonl: 3 damaged lines left out" in out
     assert "results.jsonl: 4 damaged lines left out" in out
-    for name in ("rows", "checkpoint"):
-        assert out.count(f"{tmp_path / name} left out: ") == 1
+    assert out.count(f"{tmp_path / 'checkpoint'} left out: ") == 1
 
 
 DRIVER = str(HERE / "results" / "run.py")
@@ -5145,13 +4759,9 @@ def test_mistakes_with_the_sample_are_one_line(flags, says, probed, monkeypatch,
         ("--ckpt nowhere", "no checkpoint"),
         ("--runs nowhere*", "no folder with a readable ckpt.pt"),
         ("--dynamics lsin", "--keep_every"),
-        ("--dynamics abs --cache nowhere", "--cache names another place"),
         ("--dynamics abs --pairs abs/config.json", "line 1 is not word<TAB>word<TAB>score"),
         ("--runs abs --ckpt abs", "take one of"),
-        ("--pairs abs", "is for --dynamics"),
         ("--ckpt abs --blimp nowhere", "no pairs in nowhere: --blimp takes .jsonl files"),
-        ("--dynamics abs --blimp nowhere", "take one of --blimp, --lengths"),
-        ("--ckpt abs --lengths 64,x", "--lengths 64,x: take lengths of 4 and more"),
     ],
 )
 def test_mistakes_with_the_probe_are_one_line(flags, says, probed, monkeypatch, capsys):
@@ -5362,26 +4972,9 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path, undrawn):
     out = capsys.readouterr().out
     runs = {run["run"]: run for run in found["runs"]}
     assert runs.keys() == {"abs", "none", "nsp", "pmlm"} and "too long for the rows: 1" in out
-    assert "{" not in out and "| ties" in out and " +- 0." in out
     none = runs["none"]
     assert [none[key] for key in ("pairs", "too long", "order-only")] == [5, 1, 3]
     assert none["ties"]["pll"] >= none["order-only ties"]["pll"] == 3
-    # The run's own first score, under names that other programs read.
-    expected = dict(order_only=0.5, order_only_pairs=3, pairs=5, left_out=1)
-    assert expected.items() <= none["blimp"].items()
-    assert none["blimp"]["ties"] == none["ties"]["pll"]
-    assert none["blimp"]["order_only_paradigms"] == {"a": 0.5, "b": 0.5}
-    assert none["blimp"]["mean"] == none["scores"]["pll"]["mean"]
-    assert none["blimp"]["paradigms"] == none["paradigms"]["pll"]
-    assert list(none["blimp"]["phenomena"]) == ["argument_structure", "long", "own"]
-    assert none["scores"]["pll"]["order-only"] == none["scores"]["unigram"]["order-only"] == 0.5
-    assert list(none["scores"]["pll"]) == [
-        "argument_structure",
-        "long",
-        "own",
-        "mean",
-        "order-only",
-    ]
     for run in runs.values():
         for score, row in run["scores"].items():
             by_name = run["paradigms"][score]
@@ -5396,8 +4989,6 @@ def test_minimal_pairs_of_runs(probed, corpus, capsys, tmp_path, undrawn):
     a, b, c, d = probe.sentence_scores(model, ids)["pll"]
     assert runs["abs"]["paradigms"]["pll"]["own"] == np.mean([a > c, b > d])
     assert pictures_in(tmp_path / "out") == {"phenomena"} == pictures_in(probed / "abs" / "blimp")
-    one = json.loads((probed / "pmlm" / "blimp" / "probe.json").read_text())
-    assert {**one, "pictures": None} == {**runs["pmlm"], "pictures": None}
     # Frequencies, by a loop; without the text they are left out.
     text, V = corpus.train.tolist(), corpus.vocab_size
     bigram = 0
@@ -5649,7 +5240,7 @@ def test_peers_masking_is_the_collators():
         ("demo", "clm"),
         ("demo", "pplm"),
         ("demo", "mlm+pplm_binary"),
-        pytest.param("paper", "mlm", marks=pytest.mark.slow),
+        slow("paper", "mlm"),
     ],
 )
 def test_floor_is_what_pytorch_counts(preset, objective, monkeypatch):
@@ -5666,40 +5257,16 @@ def test_floor_is_what_pytorch_counts(preset, objective, monkeypatch):
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
-def test_floor_in_the_docstring_is_the_one_counted():
-    lines = {
-        line.split("  ")[2].strip(): line
-        for line in bench.__doc__.splitlines()
-        if " a layer " in line or "3 * 2 B" in line
-    }
-    for sizes in [("paper", 64, 128, 0.3), ("base", 32, 512, 0.15)]:
-        sizes = dict(zip(("preset", *bench.SIZES), sizes))
-        parts = bench.count(bench.BenchConfig(**sizes, dtype="bfloat16"))
-        for name in ("qkv and out", "feed-forward", "attention", "head"):
-            assert f" {parts[name][0] / 1e12:.3f} T" in lines[name]
-        moved = sum(parts[name][1] for name in ("qkv and out", "feed-forward")) / 1e9
-        assert f" {moved:.1f} GB" in lines["layers"]
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
         ("--pe foo", "choose from"),
-        ("--objective foo", "choose from"),
         ("--pairs 1", "[2, "),
         ("--pe rope --objective pmlm", "unknown"),
         ("--objective tc --batch_size 1", "2 or more"),
         ("--peer hf --sweep", "--peer and --sweep do not go together"),
-        ("--pe all --objective all", "do not go together"),
-        ("--data no/such*.txt", "no file"),
-        ("--block_size 3", "[4, "),
-        ("--mask_rate 2", "mask_rate"),
-        ("--preset foo", "invalid choice"),
         ("--data docs", "no file"),
-        ("--race 5 --compile", "--compile and --race do not go together"),
-        ("--race 0", "(0, "),
         ("--combo", "add --compile"),
-        ("--gpu no/such.json", "no/such.json"),
         ("--gpu x.json --pe rel", "--gpu and --pe do not go together"),
     ],
 )
@@ -5958,7 +5525,7 @@ def apart(model, theirs, order, L):
     return max(float((a - b)[~pad].abs().max()) for a, b in found)
 
 
-@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("again", [False, slow(True)])
 def test_a_roberta_comes_in_exactly(hugging, roberta, imported, again):
     found = roberta(C=48, n_layer=5, H=4, L=9, eps=1e-3) if again else imported
     model, order = probe.load_pretraining(found.run), roberta.order
@@ -6040,10 +5607,6 @@ def random_run(hugging, corpus, tmp_path):
     return make
 
 
-def slow_unless(quick, names):
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.parametrize(
     "pe", [*slow_unless(("abs", "t5", "rope"), GOES_OUT), "rel_k", "tupe_r", "rope+t5"]
 )
@@ -6089,10 +5652,10 @@ def test_layers_with_the_norm_first_stay_here(random_run, tmp_path, monkeypatch,
     "pe, task, kind",
     [
         ("abs", "mnli", "Roberta"),
-        ("abs+t5", "stsb", "MPNet"),
+        slow("abs+t5", "stsb", "MPNet"),
         ("rope", "cola", None),
-        ("abs", "squad", None),
-        ("abs", "cola", "a probe"),
+        slow("abs", "squad", None),
+        slow("abs", "cola", "a probe"),
     ],
 )
 def test_a_classifier_goes_out_with_its_labels(
@@ -6224,13 +5787,7 @@ def test_what_is_not_roberta_is_refused(imported, tmp_path, capsys, change, says
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "key, says",
-    [
-        ("roberta.encoder.layer.0.output.dense.bias", "missing"),
-        ("roberta.encoder.layer.0.adapter.weight", "extra"),
-    ],
-)
+@pytest.mark.parametrize("key, says", [("roberta.encoder.layer.0.adapter.weight", "extra")])
 def test_a_missing_or_an_extra_tensor(imported, tmp_path, capsys, key, says):
     from safetensors.torch import load_file, save_file
 
@@ -6846,6 +6403,7 @@ def run_in(folder, *command):
     return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_what_the_readme_adds_is_everywhere(extended):
     """A class and a line: --help, the message for an unknown name, the benchmark's list."""
     help = run_in(extended, "train.py", "--help").stdout
@@ -6866,6 +6424,7 @@ def test_what_the_readme_adds_is_everywhere(extended):
     assert "--mask_rate is for rtd, mlm" in note
 
 
+@pytest.mark.slow
 def test_what_the_readme_adds_passes_the_tests(extended):
     """All that run over every scheme and every objective; but a naive loop is a person's to add."""
     done = run_in(
