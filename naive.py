@@ -68,7 +68,7 @@ def logit(scheme, q, k, i, j, pos, w, L):
             else:
                 s += places(name, its, pos[i], pos[j], r, hidden, D)
         elif name not in ("none", "abs", "sin", "lsin"):  # these act at the input alone
-            raise KeyError(f"{name} has no equation yet: write it into logit in naive.py")
+            raise ValueError(f"{name} has no equation yet: write it into logit in naive.py")
     return q_i @ k_j / sqrt(terms * D) + s
 
 

@@ -1101,16 +1101,11 @@ def pair_table(run):
     rows = []
     for name in next(iter(run["scores"].values())):
         row = {"phenomenon": name}
-        for score, values in run["scores"].items():
-            row[score] = with_error(values[name], run["errors"][score].get(name))
+        for score, shares in run["scores"].items():
+            error = run["errors"][score].get(name, math.nan)
+            row[score] = shares[name] if math.isnan(error) else f"{shares[name]:.4f} +- {error:.4f}"
         rows.append(row)
     return [*rows, {"phenomenon": "ties", **run["ties"]}]
-
-
-def with_error(share, error):
-    if error is None or math.isnan(error):
-        return share
-    return f"{share:.4f} +- {error:.4f}"
 
 
 def phenomena_of(runs):

@@ -384,10 +384,11 @@ def remarks(model, text):
         yield f"{text} = {'; '.join(filled(model, text, 3))}"
     if "pplm_binary" in heads:
         words, share, stayed, _ = who_moved(encoder, position, text)
-        doubted = share.argsort()[: int((~stayed).sum())].sort().values
-        moved = (~stayed).nonzero()[:, 0]
-        moved, doubted = (", ".join(shown(words[i]) for i in x) for x in (moved, doubted))
-        yield f"of {text!r} moved: {moved}; the model says: {doubted}"
+        moved = (~stayed).nonzero()[:, 0].tolist()
+        doubted = share.argsort()[: len(moved)].sort().values.tolist()  # as many as moved
+        truth = ", ".join(shown(words[i]) for i in moved)
+        guess = ", ".join(shown(words[i]) for i in doubted)
+        yield f"of {text!r} moved: {truth}; the model says: {guess}"
     elif position:
         words, given, found = put_in_order(encoder, position, text)
         yield f"{read(words, given)} -> {read(words, found)}"

@@ -10,6 +10,7 @@ vocabulary where TIKTOKEN_CACHE_DIR does not hold it.
 """
 
 import ast
+import base64
 import contextlib
 import copy
 import csv
@@ -25,6 +26,7 @@ import os
 import random
 import re
 import runpy
+import select
 import shlex
 import shutil
 import signal
@@ -60,6 +62,7 @@ import hf
 import model as model_module
 import naive
 import objectives
+import page
 import probe
 import sample
 import train
@@ -4267,7 +4270,7 @@ class Shown:
 def lies_within(figure):
     """Everything that is drawn lies within the picture."""
     inches = figure.get_tightbbox().extents
-    return (inches >= -0.01).all() and (inches[2:] <= figure.get_size_inches() + 0.01).all()
+    return (inches >= 0).all() and (inches[2:] <= figure.get_size_inches()).all()
 
 
 def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
@@ -4293,7 +4296,7 @@ def test_maps_are_drawn_on_one_scale_family_by_family(tmp_path):
 @pytest.mark.parametrize("n", [1, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_titles_of_maps_are_whole(n, tmp_path):
     pytest.importorskip("matplotlib")
-    panels = probe.maps([f"head {i + 1}" for i in range(n)], np.random.rand(n, 64, 64))
+    panels = probe.maps([f"head {i + 1}" for i in range(n)], 12 * np.random.rand(n, 64, 64) - 6)
     probe.draw(tmp_path / "a.png", panels, Shown)
     assert lies_within(Shown.last)
 
@@ -5060,10 +5063,10 @@ def test_without_a_text_it_asks_until_an_empty_line(probed, said, monkeypatch):
 @pytest.mark.parametrize("name", ["abs", "pmlm", "binary", "clm"])
 def test_the_line_of_a_training_leaves_it_alone(probed, corpus, name):
     """The same words as from the model in eval mode and float32; nothing drawn, nothing changed."""
-    model = sample.load_pretraining(probed / name)
-    for part in model.modules():
-        if hasattr(part, "p"):
-            part.p = 0.9  # a dropout that shows
+    run = sample.load_pretraining(probed / name)
+    encoder = load(probed / name, dropout=0.5, attn_dropout=0.5)
+    model = Pretraining(encoder, ObjectiveConfig("+".join(run.names))).eval()
+    model.load_state_dict(run.state_dict())
     expected = sample.line(model, corpus=corpus)
     model.train()
     torch.manual_seed(7)
@@ -5097,7 +5100,7 @@ def test_the_line_of_a_perfect_model(probed, corpus):
         ("mlm", "no mask here", "mlm needs a \\[MASK\\]"),
         ("pplm", "a [MASK] here", "\\[MASK\\] is for mlm; the objective is pplm"),
         ("nsp", "any text", "nsp has nothing to say of a text"),
-        ("mlm+pplm", "fox", "tokens"),
+        ("mlm+pplm", "fox dog", "leaves fewer than 2 to hide or permute"),
         ("mlm+pplm", "the [MASK] fox " * 9, "tokens; between 2 and 14 fit"),
         ("mlm+pplm", "the quick [MASK] fox jumps", None),
         ("clm", "the quick", None),
@@ -5113,8 +5116,11 @@ def test_a_text_that_does_not_suit_is_refused_before_training(probed, objective,
         sample.check(model, text)
         assert sample.line(model, text)
     encoder.tokenizer = None  # before data are prepared: the objective alone
-    with contextlib.nullcontext() if not says or "tokens" in says else pytest.raises(ValueError):
+    if not says or "than 2" in says or "between" in says:
         sample.check(model, text)
+    else:
+        with pytest.raises(ValueError, match=says):
+            sample.check(model, text)
 
 
 @pytest.mark.parametrize(
@@ -6266,6 +6272,530 @@ def test_hf_leaves_a_folder_alone_and_needs_transformers(random_run, tmp_path, m
 
 
 # ==================================================================================================
+# page.py
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+# An own profile, no sandbox (containers have none), and nothing that asks the network by itself.
+CHROMIUM_FLAGS = (
+    "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --remote-debugging-pipe"
+).split()
+# Of every kind of character a few, one word, what looks like HTML, and more than fits.
+SENTENCES = [
+    *(
+        "word",
+        '<b>bold</b> & "quoted"',
+        "</script><script>alert(1)</script>",
+        "it's 3.14, isn't it?",
+    ),
+    *(
+        "a  b   c",
+        "tab\tand\nline\r\nends ",
+        "no\u00a0break\u2003em\u3000wide\u0085next",
+        "\ufeffmark",
+    ),
+    *(
+        "naïve café Ångström ﬁ ǅ",
+        "e\u0301 combining o\u0308",
+        "日本語のテキスト 漢字",
+        "مرحبا بالعالم",
+        "שלום עולם",
+    ),
+    *(
+        "emoji 👩‍👩‍👧 and 🇩🇪 flags",
+        "x² + y³ = ½ Ⅷ ٣٤ ①",
+        "half a surrogate \ud83d here",
+        "_under_ __init__()",
+    ),
+    *("a [MASK] in the [MASK]", "don't we've THEY'LL I'd", "the alpha beta gamma " * 20),
+]
+
+
+class Browser:
+    """A headless Chromium with one page, spoken to over a pipe (the DevTools protocol)."""
+
+    def __init__(self, folder):
+        to_read, self.write_to = os.pipe()
+        self.read_from, to_write = os.pipe()
+        fds = f'exec "$0" "$@" 3</dev/fd/{to_read} 4>/dev/fd/{to_write}'
+        self.process = subprocess.Popen(
+            ["sh", "-c", fds, CHROMIUM, *CHROMIUM_FLAGS, f"--user-data-dir={folder}"],
+            pass_fds=(to_read, to_write),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_read)
+        os.close(to_write)
+        self.events, self.received, self.number, self.session = [], b"", 0, {}
+        target = self.do("Target.createTarget", url="about:blank")["targetId"]
+        found = self.do("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = {"sessionId": found["sessionId"]}
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            self.do(f"{domain}.enable")
+
+    def do(self, method, **params):
+        """A command -> its result; what is said meanwhile goes to events."""
+        self.number += 1
+        command = {"id": self.number, "method": method, "params": params, **self.session}
+        command = json.dumps(command).encode() + b"\0"
+        while command:
+            command = command[os.write(self.write_to, command) :]
+        while (answer := self.next()).get("id") != self.number:
+            self.events.append(answer)
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def next(self):
+        while b"\0" not in self.received:
+            assert select.select([self.read_from], [], [], 60)[0], "Chromium says nothing"
+            self.received += os.read(self.read_from, 2**16)
+        message, _, self.received = self.received.partition(b"\0")
+        return json.loads(message)
+
+    def open(self, file):
+        self.events.clear()
+        self.do("Page.navigate", url=file.as_uri())
+        while not self.heard("Page.loadEventFired"):
+            self.events.append(self.next())
+
+    def heard(self, *methods):
+        return [event["params"] for event in self.events if event.get("method") in methods]
+
+    def js(self, expression):
+        """-> the value of an expression in the page; Float32Arrays go as base64."""
+        found = self.do("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def numbers(self, expression):
+        """-> what an expression finds, Float32Arrays, as a list of numpy arrays."""
+        code = "[...new Uint8Array(x.buffer, x.byteOffset, x.byteLength)]"
+        code = f"({expression}).map((x) => {code}.map((b) => String.fromCharCode(b)).join(''))"
+        texts = self.js(f"{code}.map(btoa)")
+        return [np.frombuffer(base64.b64decode(text), "<f4") for text in texts]
+
+    def at(self, selector, nth=0):
+        """-> the middle of an element, scrolled into view"""
+        found = f"document.querySelectorAll({json.dumps(selector)})[{nth}]"
+        self.js(f"{found}.scrollIntoView({{block: 'center'}})")
+        box = self.js(f"{found}.getBoundingClientRect().toJSON()")
+        return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def mouse(self, kind, at):
+        button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+        buttons = 0 if kind == "mouseReleased" else 1 if self.down else 0
+        self.do("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], buttons=buttons, **button)
+
+    down = False
+
+    def press(self, at):
+        self.mouse("mouseMoved", at)
+        self.down = True
+        self.mouse("mousePressed", at)
+
+    def release(self, at):
+        self.mouse("mouseReleased", at)
+        self.down = False
+
+    def click(self, selector, nth=0):
+        at = self.at(selector, nth)
+        self.press(at)
+        self.release(at)
+
+    def key(self, *names, shift=False):
+        for name in names:
+            text = {"Enter": "\r", "Space": " "}.get(name, name if len(name) == 1 else None)
+            codes = {"Tab": 9, "Enter": 13, "Space": 32, "ArrowLeft": 37, "ArrowRight": 39}
+            key = {"key": " " if name == "Space" else name, "code": name, "modifiers": 8 * shift}
+            key["windowsVirtualKeyCode"] = codes.get(name, 0)
+            more = {"text": text} if text else {}
+            self.do(
+                "Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **key, **more
+            )
+            self.do("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(20)
+        os.close(self.write_to)
+        os.close(self.read_from)
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium here")
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def page_run(corpus, tmp_path):
+    """page_run("a", pe="t5"): a run folder, random, whose every weight counts -> its path."""
+
+    def make(name, objective="mlm+pplm", losses=(), tokenizer=corpus.tokenizer, **config):
+        torch.manual_seed(3)
+        shape = dict(vocab_size=8192, n_layer=2, n_head=4, d_model=32, d_ff=48, max_len=64)
+        settings = {**train.parse_args(["--objective", objective]).__dict__}
+        settings |= {key: config.pop(key) for key in settings.keys() & config.keys() - {"pe"}}
+        encoder = Encoder(EncoderConfig(**shape | config))
+        model = Pretraining(
+            encoder, common.pick_fields(ObjectiveConfig, SimpleNamespace(**settings))
+        )
+        for p in model.parameters():
+            p.data.add_(0.1 * torch.randn_like(p))
+        facts = {
+            "args": settings | {"pe": encoder.config.pe},
+            "config": dataclasses.asdict(encoder.config),
+            "data": {"dataset": "docs"},
+            "tokenizer": data.encoding_arguments(tokenizer),
+            "model": model.state_dict(),
+        }
+        folder = tmp_path / "out" / name
+        folder.mkdir(parents=True)
+        torch.save(facts, folder / "ckpt.pt")
+        common.write_json(folder / "config.json", {"args": facts["args"]})
+        (folder / "log.jsonl").write_text("\n".join(map(json.dumps, [{}, *losses])))
+        return str(folder)
+
+    return make
+
+
+def from_base64(text, dtype):
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("pe", [pe for pe in ALL_PE if page.can_go(pe) and "rope" not in pe])
+def test_the_tables_of_a_page_hold_what_a_scheme_says(pe):
+    """Indexed by positions, in whatever order, they give the encoder's own input and logits."""
+    encoder = tiny(pe).requires_grad_(False)
+    cfg, tables = encoder.config, page.tables_of(encoder)
+    pos, tokens = torch.tensor([0, 7, 2, 3, 9, 1, 4]), some_tokens(1)  # [CLS] always has 0
+    x = encoder.tok(tokens[0]) * encoder.pe.token_scale
+    x = x + tables["embed"][pos] if "embed" in tables else x
+    close(encoder.norm(x), encoder(tokens, pos[None], n_layer=0)[0])
+    q, k = torch.randn(2, 1, cfg.n_head, 7, cfg.d_head, dtype=torch.double)
+    bias = tables["bias"][:, pos[:, None], pos] if "bias" in tables else 0
+    close(encoder.pe.scale * (q @ k.mT)[0] + bias, encoder.logits(q, k, pos[None], 0)[0])
+
+
+def data_in(file):
+    """What a page was given."""
+    return json.loads(file.read_text().split('id="data">')[1].split("</script>")[0])
+
+
+def test_a_page_has_the_weights_and_the_log(page_run, tmp_path, said):
+    losses = [{"step": 5, "mlm": 4.0, "pplm": 2.5}, {"step": 9, "mlm": 3.0, "val_mlm": 3.25}]
+    folder = page_run("a<!--", losses=losses, pe="t5")
+    page.main([folder, str(tmp_path / "page.html")])
+    assert "1.1 MB, a<!--" in said()
+    text = (tmp_path / "page.html").read_text().split('id="data">')[1]
+    assert text.index("<") == text.index("</script>")  # nothing in the data ends them
+    found, model = data_in(tmp_path / "page.html"), probe.load_pretraining(folder)
+    (run,) = found["runs"]
+    numbers, weights = from_base64(run["weights"], "<f2"), dict(model.named_parameters())
+    for name, shape in run["shapes"].items():
+        here, numbers = numbers[: math.prod(shape)], numbers[math.prod(shape) :]
+        whole = name if name.startswith("objectives.") else f"encoder.{name}"
+        own = weights.pop(whole if whole in weights else f"objectives.{name}")
+        close(here.view(shape), own.half().float())
+    assert len(numbers) == 0 and list(weights) == ["encoder.pe.parts.t5.table.weight"]
+    assert run["losses"]["mlm"] == {"train": [[5, 4], [9, 3]], "val": [[9, 3.25]], "baseline": None}
+    assert (
+        found["tokens"][:256] == [chr(byte) for byte in range(256)] and len(found["tokens"]) == 8184
+    )
+    assert {"Block", "T5Bias", "PairHead"} <= found["sources"].keys()
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"pe": "rel"}, "cannot run pe rel; it can run none, abs"),
+        ({"pe": "abs+rel_k"}, "cannot run pe abs+rel_k"),
+        ({"pe": "bert_ad"}, "cannot run pe bert_ad"),
+        ({"objective": "clm"}, "clm reads from the left"),
+        ({"pair_from": "last"}, "--pair_from last"),
+        (
+            {"tokenizer": {"name": "gpt2", "pattern": "a", "ranks": ["a"], "specials": {}}},
+            "tokenizer",
+        ),
+    ],
+)
+def test_a_page_refuses_runs(page_run, tmp_path, capsys, config, says):
+    runs = [page_run("fine"), page_run("other", **config)]
+    assert says in one_line(capsys, page.main, [*runs, str(tmp_path / "page.html")])
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_page_refuses_targets_and_finds_runs(page_run, tmp_path, monkeypatch, capsys, said):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a.html"
+    folder.mkdir()
+    for target in (folder, "x.htm", "nowhere/x.html", page.SOURCE):
+        assert str(target) in one_line(capsys, page.main, [str(target)])
+    assert "train it first" in one_line(capsys, page.main, ["page.html"])
+    assert "no checkpoint" in one_line(capsys, page.main, ["nothing", "page.html"])
+    for name, objective in (("1", "mlm"), ("2", "mlm"), ("3", "mlm+pplm"), ("4", "nsp")):
+        os.utime(Path(page_run(name, objective), "ckpt.pt"), (int(name), int(name)))
+    page_run("5", pe="rel")  # cannot go
+    page.main(["page.html"])
+    assert [run["name"] for run in data_in(Path("page.html"))["runs"]] == ["3", "2"]
+    facts = torch.load("out/1/ckpt.pt", weights_only=True) | {"task": "rte"}
+    torch.save(facts, "tuned.pt")
+    assert "is fine-tuned" in one_line(capsys, page.main, ["tuned.pt", "page.html"])
+
+
+def test_a_page_loads_nothing():
+    """The browser enforces it; there is one place for data, and texts never get in as HTML."""
+    source = page.SOURCE.read_text()
+    assert "content=\"default-src 'none'; script-src 'unsafe-inline'; style-src" in source
+    assert source.count(page.MARK) == 1 and source.count("//www.") == 1
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert word not in source
+
+
+# ----- in a browser
+
+
+def rounded(folder):
+    """A run whose weights have 16 bits, as a page has them; the scheme's own keep 32."""
+    model = probe.load_pretraining(folder)
+    for name, weight in model.named_parameters():
+        if not name.startswith("encoder.pe."):
+            weight.data = weight.data.half().float()
+    return model
+
+
+HERE_AND_THERE = """(run, tokens, pos) => {
+    const hidden = run.encoder.forward(tokens, pos), C = run.config.d_model;
+    const pairs = run.encoder.pair_logits(hidden, pos, run.pairs);
+    const p = run.encoder.word_probabilities(hidden.slice(C, 2 * C));
+    return [hidden, p, softmax(pairs, 2 * run.config.max_len - 1)];
+}"""
+
+
+def beside_python(browser, n, model, texts):
+    """The page's n-th run beside a model of ours: largest differences of hidden states, largest
+    relative ones of word and of pair probabilities. Some words claim other places."""
+    encoder, worst = model.encoder, np.zeros(3)
+    cfg, most = encoder.config, encoder.config.max_len - 2
+    for text in texts:
+        ids = browser.js(f"tokenizer.encode({json.dumps(text)}).slice(0, {most})")
+        own = text.replace(" [MASK]", "[MASK]")
+        own = encoder.tokenizer.encode(own, allowed_special={"[MASK]"}, disallowed_special=())
+        assert ids == own[:most]
+        tokens = torch.tensor([[cfg.cls_id, *ids, cfg.sep_id]])
+        pos = torch.arange(len(ids) + 2)[None]
+        pos[0, 1:-1] = (
+            pos[0, 1:-1].roll(1) if len(ids) < 4 else pos[0, [2, 4, 3, 1, *range(5, len(ids) + 1)]]
+        )
+        hidden = encoder(tokens, pos)
+        p = model.objectives["mlm"].word_logits(encoder, hidden[0, 1])[: cfg.cls_id].softmax(-1)
+        head = model.objectives["pplm"].head
+        pairs = head.psi(head.scores(encoder, hidden, {"tokens": tokens, "pos": pos})).softmax(-1)
+        given = f"runs[{n}], {tokens[0].tolist()}, {pos[0].tolist()}"
+        theirs = browser.numbers(f"({HERE_AND_THERE})({given})")
+        for kind, (own, found) in enumerate(zip((hidden, p, pairs), theirs)):
+            own = own.numpy().ravel()
+            apart = abs(own - found) / (own + 1e-30 if kind else 1)
+            worst[kind] = max(worst[kind], apart.max())
+    return worst
+
+
+SHOWN_PE = ["none", "abs", "t5", "tupe_r", "rope"]
+
+
+@pytest.mark.slow
+def test_a_page_computes_what_python_does(browser, page_run, tmp_path):
+    more = [
+        dict(pe="sin", pair_head="linear"),
+        dict(pe="t5_untie_cls", pair_scores="content"),
+        dict(pe="rope+t5", objective="mlm+pplm_some+tc"),
+    ]
+    configs = [dict(pe=pe) for pe in SHOWN_PE] + more
+    folders = [page_run(str(n), **config) for n, config in enumerate(configs)]
+    page.main([*folders, str(tmp_path / "page.html")])
+    browser.open(tmp_path / "page.html")
+    for n, folder in enumerate(folders):
+        model = rounded(folder)
+        model.objectives["pplm"] = probe.position_objective(model)
+        worst = beside_python(browser, n, model, SENTENCES)
+        print(configs[n], "hidden {:.1e}, words {:.1e}, pairs {:.1e}".format(*worst))
+        assert worst[0] < 5e-5 and worst[1:].max() < 1e-5
+    # Nothing but the weights' 16 bits lies between the page and the run itself.
+    assert (
+        1e-4 < beside_python(browser, 1, probe.load_pretraining(folders[1]), SENTENCES[:3])[0] < 0.1
+    )
+
+
+@pytest.mark.slow
+def test_a_page_has_the_tokens_of_tiktoken(browser, page_run, tmp_path):
+    from pydoc_data.topics import topics
+
+    page.main([page_run("a"), str(tmp_path / "page.html")])
+    browser.open(tmp_path / "page.html")
+    encoding = load(tmp_path / "out" / "a").tokenizer
+    lines = [line for text in topics.values() for line in text.splitlines()][:3000]
+    odd = "".join(chr(c) for c in range(0x3100) if chr(c).isprintable() or chr(c).isspace())
+    lines += [
+        *SENTENCES,
+        odd,
+        *(f"a{chr(c)} {chr(c)}{chr(c)}b" for c in range(0x3100) if chr(c).isspace()),
+    ]
+    lines = [line.replace("[MASK]", "") for line in lines]
+    found = browser.js(f"{json.dumps(lines)}.map((line) => tokenizer.encode(line))")
+    own = [encoding.encode_ordinary(line) for line in lines]
+    assert [line for line, a, b in zip(lines, found, own) if a != b] == []
+
+
+@pytest.mark.slow
+def test_a_page_puts_words_in_order_as_probe_does(browser, page_run, tmp_path):
+    """best_order, believed and pairs_right beside probe.py's."""
+    page.main([page_run("a"), str(tmp_path / "page.html")])
+    browser.open(tmp_path / "page.html")
+    rng = torch.Generator().manual_seed(0)
+    for n in (3, 5, 12, 30):
+        given = torch.randperm(n, generator=rng) + 1
+        true = torch.arange(n) - torch.arange(n)[:, None]
+        logits = 3 * torch.randn(n, n, 127, generator=rng) + 4 * F.one_hot(true + 63, 127)
+        text = f"Float32Array.from({logits.flatten().tolist()}), {given.tolist()}"
+        best = sample.best_order(logits.log_softmax(-1), given)
+        assert browser.js(f"best_order({text})") == best.tolist()
+        p = logits.softmax(-1).gather(-1, (given - given[:, None] + 63)[..., None])[..., 0]
+        p = p.fill_diagonal_(0)
+        alike(browser.js(f"believed({text})"), (p.sum(0) + p.sum(1)) / (2 * n - 2), 1e-6)
+        right = browser.js(f"pairs_right({(given - 1).tolist()})")
+        assert right == pytest.approx(sample.pairs_right(given), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_page_is_driven(browser, page_run, tmp_path):
+    """Loads without an error or a request; shuffles, asks, drags, hides, looks and reads what is
+    typed; the same by keyboard alone; what is typed is no HTML."""
+    losses = [{"step": n, "mlm": 9.0 - n, "pplm": 5.0 - n, "val_mlm": 8.5 - n} for n in range(3)]
+    folders = [page_run("a", losses=losses, pe="tupe_r"), page_run("b", "mlm", losses, pe="rope")]
+    page.main([*folders, str(tmp_path / "page.html")])
+    less_motion = {"name": "prefers-reduced-motion", "value": "reduce"}  # so nothing glides
+    browser.do("Emulation.setEmulatedMedia", features=[less_motion])
+    browser.open(tmp_path / "page.html")
+    sentence = "<b>the</b> alpha beta gamma delta"
+
+    def words(where):
+        return browser.js(
+            f"[...document.querySelectorAll('{where} button')].map((x) => x.textContent)"
+        )
+
+    def order():
+        return browser.js("order")
+
+    # Types a sentence: what looks like HTML stays text.
+    browser.js("document.getElementById('text').value = ''")
+    browser.click("#text")
+    browser.key(*("Space" if c == " " else c for c in sentence), "Enter")
+    shown = "".join(words("#hide"))
+    assert "<" in shown and browser.js("document.querySelectorAll('main b').length") == 0
+    n = len(order())
+    assert order() == list(range(n)) and browser.js("document.getElementById('ask').disabled")
+    # Shuffles, asks, sorts.
+    browser.click("#shuffle")
+    given = order()
+    assert sorted(given) == list(range(n)) and given != list(range(n))
+    browser.click("#ask")
+    answers = "document.querySelectorAll('#answers article')"
+    assert browser.js(f"{answers}.length") == 1  # the other run has no pair head
+    assert "% as the model puts them" in browser.js(f"{answers}[0].textContent")
+    assert browser.js(f"{answers}[0].querySelectorAll('li').length") == n
+    browser.click("#sort")
+    assert order() == list(range(n))
+    # Drags the first word to the third place.
+    places = [browser.at("#order button", n) for n in (0, 1, 2)]
+    browser.press(places[0])
+    browser.mouse("mouseMoved", places[1])
+    browser.mouse("mouseMoved", places[2])
+    browser.release(places[2])
+    assert order()[:3] == [1, 2, 0]
+    # With keys: on from there, to the word behind, and one further.
+    browser.js("document.querySelector('#order button').focus()")
+    browser.key("ArrowRight")
+    browser.key("ArrowRight", shift=True)
+    assert order()[:3] == [1, 0, 2] and browser.js("document.activeElement.dataset.k") == "2"
+    browser.key("Tab", "Enter")  # the next stop is the button that asks
+    assert browser.js(f"{answers}.length") == 1
+    # Hides two words; two models name five each.
+    browser.js("document.querySelector('#hide button').focus()")
+    browser.key("Enter", "ArrowRight", "Space")
+    assert browser.js("[...hidden].length") == 3
+    assert browser.js("document.querySelectorAll('#guesses .bar').length") == 2 * 3 * 5
+    browser.click("#hide button", 0)
+    assert browser.js("[...hidden].length") == 2
+    # Looks: arcs of two runs, from the word under the mouse; as a map; at places only.
+    browser.mouse("mouseMoved", browser.at("#look button", 2))
+    assert browser.js("looking") == 2
+    assert browser.js("document.querySelectorAll('#maps path').length") == 2 * (n + 2)
+    sums = browser.js(
+        "runs.map((run) => chosen_map(run).slice(0, ids.length + 2).reduce((a, b) => a + b))"
+    )
+    assert sums == pytest.approx([1, 1], abs=1e-5)
+    browser.js("document.getElementById('view').value = 'map'")
+    browser.click("#places")
+    assert browser.js("document.querySelectorAll('#maps rect').length") == 2 * ((n + 2) ** 2 + 3)
+    assert set(words("#look")) == {"[CLS]", "word", "[SEP]"}
+    assert browser.js("document.querySelectorAll('#losses svg').length") == 2
+    # A phone has no bar to scroll sideways; nothing was said to the console, nothing asked for.
+    browser.do(
+        "Emulation.setDeviceMetricsOverride",
+        width=360,
+        height=700,
+        deviceScaleFactor=1,
+        mobile=True,
+    )
+    assert browser.js("document.documentElement.scrollWidth") == 360
+    browser.do("Emulation.clearDeviceMetricsOverride")
+    errors = "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"
+    assert browser.heard(*errors) == []
+    requests = [event["request"]["url"] for event in browser.heard("Network.requestWillBeSent")]
+    assert [url for url in requests if not url.startswith("data:")] == [
+        (tmp_path / "page.html").as_uri()
+    ]
+
+
+@pytest.mark.slow
+def test_a_page_of_any_objective_opens(browser, page_run, tmp_path):
+    """Parts for which no run has a head say so; and the source itself says what it is."""
+    for name in ("mlm", "pplm_binary", "pmlm", "nsp+tc"):
+        page.main([page_run(name, name), str(tmp_path / "page.html")])
+        browser.open(tmp_path / "page.html")
+        missing = browser.js(
+            "document.body.innerText.split('No run here was trained to').length - 1"
+        )
+        assert missing == (name != "mlm") + (name != "pplm_binary")
+        if name == "pplm_binary":
+            browser.js("shuffle(); ask()")
+            answer = "document.getElementById('answers').textContent"
+            assert "which words moved" in browser.js(answer)
+        browser.click("#look button", 1)
+        assert browser.heard("Runtime.exceptionThrown") == []
+    browser.open(page.SOURCE)
+    assert "python page.py RUN" in browser.js("document.getElementById('about').textContent")
+    assert browser.heard("Runtime.exceptionThrown") == []
+
+
+@pytest.mark.slow
+def test_a_page_obeys_its_own_policy(browser, page_run, tmp_path):
+    """A request that someone builds in is refused by the browser."""
+    page.main([page_run("a"), str(tmp_path / "page.html")])
+    browser.open(tmp_path / "page.html")
+    browser.js(
+        "document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/x.png'}))"
+    )
+    browser.js("new Promise((done) => setTimeout(done, 200))")
+    assert any(
+        "Content Security Policy" in e["entry"]["text"] for e in browser.heard("Log.entryAdded")
+    )
+
+
+# ==================================================================================================
 # README.md
 
 README = (HERE / "README.md").read_text()
@@ -6339,12 +6869,11 @@ def test_what_the_readme_adds_passes_the_tests(extended):
         "-W",
         "ignore",
     )
-    failed = re.findall(r"FAILED test_all.py::(\S+) - (.*)", done.stdout)
-    names = [name for name, _ in failed]
-    assert names == ["test_attention_equals_triple_loop[kerple]"], done.stdout
-    assert "write kerple into class Naive" in done.stdout
+    failed = re.findall(r"FAILED test_all.py::(\S+)", done.stdout)
+    assert failed == ["test_attention_equals_triple_loop[kerple]"], done.stdout
+    assert "kerple has no equation yet: write it into logit in naive.py" in done.stdout
     passed = int(re.search(r"(\d+) passed", done.stdout)[1])
-    assert passed > 10, done.stdout
+    assert passed > 5, done.stdout
 
 
 def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path, monkeypatch):
@@ -6371,15 +6900,6 @@ def test_commands_of_the_readme_parse(monkeypatch):
         flags = [flag for flag in shlex.split(flags) if flag not in ("--help", "--soak", "..")]
         if script in modules:
             modules[script].parse_args(flags)
-
-
-def test_exercises_name_real_tests_and_code():
-    """Blank this method, run this test: both are there."""
-    rows = re.findall(r"`(\w+)\.(\w+)` in (\w+)\.py.*?`(test_\w+)`", README, re.DOTALL)
-    assert len(rows) >= 4
-    for owner, method, module, test in rows:
-        assert callable(getattr(getattr(sys.modules[module], owner), method))
-        assert test in globals()
 
 
 def test_layout_is_flat_and_lines_are_short():

@@ -392,7 +392,9 @@ def main(argv=None):
         settings.out, settings.rows = "out/trial", ROOT / "out/trial/runs.jsonl"
     asked, failed = {*settings.names}, []
     with one_line_errors():
-        wanted = [(t, n) for t, runs in TABLES.items() for n in runs if asked & {t, n}]
+        wanted = []
+        for table, runs in TABLES.items():
+            wanted += [(table, name) for name in runs if asked & {table, name}]
         if unknown := asked.difference(["first"], *wanted):
             raise ValueError(f"no table or run {', '.join(sorted(unknown))}: see --help")
         announce(wanted, settings)

@@ -1,5 +1,6 @@
 """What run.py prints of the rows, and the pictures that it draws of them."""
 
+import itertools
 import re
 import statistics
 
@@ -109,11 +110,19 @@ def together(values):
     return "" if {*values} == {"-"} else values[0] if len({*values}) == 1 else ", ".join(values)
 
 
+def keys_of(rows, name):
+    """The keys of rows' dictionaries of this name, each once, in order."""
+    found = {}
+    for row in rows:
+        found |= row[name]
+    return list(found)
+
+
 def scores(runs, recipe, share=""):
     """-> {metric: 'median (min - max); of the next run'}, of models fine-tuned after this share of
     the steps; the mean where the recipe's paper takes that."""
     middle, found, first = getattr(statistics, RECIPES[recipe]["aggregate"]), {}, {}
-    for key in dict.fromkeys(key for row in runs for key in row["scores"]):
+    for key in keys_of(runs, "scores"):
         metric, _, at = key.partition(" at ")
         known = [row["scores"][key] for row in runs if key in row["scores"]]
         if at == share:
@@ -149,7 +158,7 @@ def lines_of(table, runs, rows):
                 early = {"run": f"{name} at {share}", "loss": together(under_way)}
                 found.append(early | scores(group, recipe, f"{float(share):g}"))
             line |= scores(group, recipe)
-            line["one class"] = ", ".join(x for row in group for x in row["collapsed"])
+            line["one class"] = ", ".join(itertools.chain(*(row["collapsed"] for row in group)))
         found.append(line)
     return found
 
