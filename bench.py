@@ -1,17 +1,16 @@
 """How fast a pre-training step is: beside a peer, scheme by scheme, objective by objective, and
 beside the hardware.
 
-    python bench.py --peer hf --preset paper --batch_size 16 --mask_rate .15    # and transformers
     python bench.py --pe all                            # every scheme beside abs
-    python bench.py --objective all --preset paper --batch_size 16      # every objective beside mlm
-    python bench.py --sweep --preset paper              # rows of 128 .. 2048, as many tokens a step
-    python bench.py --data 'books/*.jsonl.xz'           # tokenising beside decompressing, loader
-                                                        # beside step
-    OMP_NUM_THREADS=1 python bench.py --race 5 --json race.json         # loss by the clock, beside
-                                                        # transformers' models of the same size
-    python bench.py --compile --combo --preset paper    # inductor's combo kernels beside plain ones
-    python bench.py --agree --pe all --dtype float16    # losses and gradients beside a CPU's
+    python bench.py --objective all --preset paper      # every objective beside mlm
     python bench.py --gpu results/gpu.json              # every line that only a GPU can show
+
+    --peer hf --preset paper --batch_size 16 --mask_rate .15    beside transformers
+    --sweep --preset paper              rows of 128 .. 2048, as many tokens a step
+    --data 'books/*.jsonl.xz'           tokenising beside decompressing, loader beside step
+    --race 5 --json race.json           loss by the clock, beside transformers' models of this size
+    --compile --combo --preset paper    inductor's combo kernels beside plain ones
+    --agree --pe all --dtype float16    losses and gradients beside a CPU's
 
 A step is corruption, forward, backward, clip and update, on random tokens. What is compared takes
 turns, a step of each (A B A B), so that a machine that slows down slows all: a ratio is the median

@@ -1,13 +1,12 @@
 """Text -> token ids on disk -> batches.
 
-    python data.py                                          # the built-in docs, nothing to download
-    python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe     # files: txt, jsonl, csv,
-                                                                    # parquet; gz, xz, bz2
-    python data.py --dataset wikibooks --tokenizer gpt2     # Wikipedia and BookCorpus, from the hub
-    python data.py --dataset cache/docs-ce496215d1b7-bpe    # a folder that is prepared already
+    python data.py                                                # the built-in docs, no download
+    python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe   # files of yours
+    python data.py --dataset wikibooks --tokenizer gpt2           # Wikipedia, books: from the hub
 
-train.py calls the same code when the data is not there yet. Three stages, each skipped when its
-result exists:
+Files are txt, jsonl, csv or parquet, plain or as gz, xz, bz2; a folder that is prepared already
+does, too. train.py calls the same code when the data is not there yet. Three stages, each skipped
+when its result exists:
 
     documents   an iterator of texts, never all in memory
     tokenizer   GPT-2's byte-level BPE, or one of 8,184 ids trained on the corpus itself
@@ -424,6 +423,7 @@ def bpe_state(parts):
     """Train the corpus's own BPE on a sample that takes from each of its parts by its size, or
     equally where a size is not known."""
     words, sizes = collections.Counter(), [size for _, size in parts]
+    print(f"bpe: learning {BPE_IDS:,} pieces of words from the text (half a minute)", flush=True)
     for documents, size in parts:
         left = int(BPE_SAMPLE * size / sum(sizes) if all(sizes) else BPE_SAMPLE / len(parts))
         for text in tqdm(documents(), desc="bpe: counting words", unit=" documents", leave=False):

@@ -3,14 +3,15 @@
     python finetune.py --task docs                  # no network: which library's docstring is this?
     python finetune.py --task docs --ckpt scratch   # the same shape, untrained (bow: bag of words)
     python finetune.py --task cola --data_dir glue --seeds 5            # glue/CoLA/train.tsv, ..
-    python finetune.py --task all --recipe tupe --seeds 5 --predict     # GLUE from the hub, files
-    python finetune.py --task sst2 --ckpt 'out/run/ckpt_*.pt'           # score against steps
-    python finetune.py --task rte --ckpt out/run/finetuned-mnli.pt      # from the MNLI model
-    python finetune.py --task mnli --predict_text 'A man sleeps. ||| Nobody is awake.'
+
+    --task all --recipe tupe --seeds 5 --predict        all of GLUE from the hub, files to submit
+    --task sst2 --ckpt 'out/run/ckpt_*.pt'              score against steps
+    --task rte --ckpt out/run/finetuned-mnli.pt         from the MNLI model
+    --task mnli --predict_text 'A man sleeps. ||| Nobody is awake.'
 
 Takes the newest checkpoint under out/ unless --ckpt names one. Every run is a line of
-results.jsonl; the table at the end has the aggregate over seeds, the spread, and what always giving
-the commonest answer scores. The best run's model is kept beside it as finetuned-<task>.pt. P0 is
+results.jsonl. The table at the end has the aggregate over seeds, the spread, and what always giving
+the commonest answer scores (majority). The best run's model is finetuned-<task>.pt beside it. P0 is
 the paper on relative position prediction, P1 TUPE, P2 TACO, P3 "On Position Embeddings in BERT".
 """
 

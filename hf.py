@@ -1,7 +1,8 @@
 """RoBERTa's weights in, ours out, through transformers (pip install transformers).
 
     python hf.py import FacebookAI/roberta-base out/roberta     # a name of the hub, or a folder
-    python hf.py export out/my-run my-model                     # a run, or finetuned-<task>.pt
+    python hf.py export out/my-run my-model                     # a run
+    python hf.py export out/my-run/finetuned-docs.pt my-tuned   # with its labels
 
 What comes in is a run folder that every program here takes. What goes out (KINDS) opens as
 AutoModelForMaskedLM; AutoModel without mlm; AutoModelForSequenceClassification when fine-tuned.

@@ -1,22 +1,21 @@
 """What a model has learned about positions: numbers and pictures.
 
-    python probe.py --ckpt RUN                  # one run: P3's indicators, how positions look,
-                                                # mlm's loss, what words are worth to a position
-                                                # objective
-    python probe.py --runs 'out/*'              # many runs: P3's table 2, losses, all maps, and
-                                                # table 5 where they were fine-tuned
+    python probe.py                             # the newest run under out/ (or --ckpt RUN)
+    python probe.py --runs 'out/*'              # many runs: a table, losses, all maps in one grid
     python probe.py --pe t5,rope,alibi          # schemes at their start, without a run
-    python probe.py --dynamics RUN              # over the checkpoints of train.py --keep_every: P2
-                                                # figs 3, 6, P3 fig 8
-    python probe.py --ckpt RUN --blimp DIR      # minimal pairs: which of two sentences is likelier?
-                                                # DIR has BLiMP's .jsonl files; also with --runs
-    python probe.py --ckpt RUN --lengths 64,128,256     # mlm on rows longer than those trained on;
-                                                # also with --runs
 
-Takes the newest run under out/ unless --ckpt names one. A model that finetune.py saved has
-indicators and pictures, but no --blimp. Writes a folder with probe.json and, where matplotlib is
-there, pictures. Needs no GPU. P1 is the TUPE paper, P2 TACO, P3 "On Position Embeddings in BERT".
-To try a model on a text: sample.py.
+    --dynamics RUN                      checkpoints of train.py --keep_every: P2 figs 3, 6, P3 fig 8
+    --ckpt RUN --blimp DIR              which of two sentences is likelier? BLiMP's .jsonl files
+    --ckpt RUN --lengths 64,128,256     mlm on rows longer than those trained on
+The last two also go with --runs.
+
+P3's indicators are of layer 1's attention between identical words: opr 0 if nearer words always get
+more (.5: at random; ties: its share of equal pairs; _20: the first 20 alone), aiv 0 if only the
+offset counts, sd 0 if both directions are alike, db 1 if words before and after get the same.
+
+Writes a folder with probe.json and, where matplotlib is there, pictures. Needs no GPU. A model that
+finetune.py saved has indicators and pictures, but no --blimp. P1 is the TUPE paper, P2 TACO, P3 "On
+Position Embeddings in BERT". To try a model on a text: sample.py.
 """
 
 import glob

@@ -1,9 +1,11 @@
 """Try a model: it says something about a text of yours.
 
-    python sample.py --text 'Returns the [MASK] of the array.'     # the newest run under out/
-    python sample.py --ckpt RUN                                    # asks for texts, line by line
+    python sample.py                                               # asks for texts, line by line
+    python sample.py --text 'Returns the [MASK] of the array.'     # for a model of mlm
+    python sample.py --text 'It is not possible to use both.'      # for one of positions
 
-What it says depends on what it was trained for:
+Takes the newest run under out/ unless --ckpt names one. What a model says depends on what it was
+trained for:
 
 mlm                      a text with [MASK]             the five likeliest words
 pplm, pplm_some, pmlm    a sentence                     is shuffled, and put back in order

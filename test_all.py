@@ -6457,11 +6457,15 @@ def test_model_is_used_as_the_readme_says(corpus_file, cache, tmp_path, monkeypa
 
 
 def test_commands_of_the_readme_parse(monkeypatch):
-    """Every `python X.py ..` line of the README is accepted by X's own parser."""
+    """Every `python X.py ..` line of the README, of --help and of runs/ is accepted by X's own
+    parser."""
     command = r"(?:python|torchrun --nproc_per_node \d+) (\w+)\.py((?:'[^']*'|[^`\n|#&)'])*)"
-    found = re.findall(command, README)
-    assert len(found) >= 12
     modules = {"train": train, "finetune": finetune, "probe": probe, "bench": bench}
+    scripts = "".join(file.read_text() for file in HERE.glob("runs/*.sh"))
+    scripts = re.sub(r"\$more|\$tune|\$\{[^}]*\}", "", scripts)  # what a rehearsal adds
+    texts = [README, scripts, *(module.__doc__ for module in modules.values())]
+    found = [pair for text in texts for pair in re.findall(command, text)]
+    assert len(found) >= 30
     for script, flags in found:
         flags = [flag for flag in shlex.split(flags) if flag not in ("--help", "--soak", "..")]
         if script in modules:

@@ -3,12 +3,16 @@
     python results/run.py                           # print every table, from runs.jsonl
     python results/run.py first                     # twelve schemes in 25 minutes, beside ours
     python results/run.py reading --workers 2       # run what a table lacks; stopped, it goes on
-    python results/run.py read-8-heads-s1           # or what a run lacks
+
+    read-8-heads-s1                                         what a run lacks
+    p0-table-1                                              a paper's table at its size, on one GPU:
+                                                            first it says how long that takes
+    p0-table-1 --trial 'texts/*.txt'                        the same at a tiny size
+
+Some tables need texts, or files to fine-tune on:
+
     TEXT='texts/*.jsonl.xz' BLIMP=blimp/data python results/run.py recipe
     TEXT='texts/*.jsonl.xz' GLUE=glue python results/run.py p2
-    python results/run.py p0-table-1                # a paper's table at its size, on one GPU: first
-                                                    # it says how long that takes
-    GLUE=glue python results/run.py p0-table-1 --trial 'texts/*.txt'    # the same at a tiny size
 
 A run trains in out/results/NAME, is probed there and fine-tuned; when all is done it is a line of
 runs.jsonl (the last one of a name counts). Flags that are not below (--cache, --dtype ..) go to
