@@ -428,7 +428,7 @@ class T5Bias(Component):
 
 
 class FactoredBias(Component):
-    """b_r = (r_r F_Q) . (r_r F_K) per head (P1 sec 5, a failed attempt)."""
+    """b_r = (a_r F_Q) . (a_r F_K) per head (P1 sec 5, a failed attempt)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -22,14 +22,14 @@ from math import cos, log, sin, sqrt
 
 import torch
 
-HIDDEN = -1  # the position of a token whose place is not told
+HIDDEN = -1  # the position of a token whose place is not told: the last row of each table
 
 
 def at_input(name, word, position, w):
     """What the first layer is given of a token: its word's vector, in some schemes its place."""
     if name == "abs":  # BERT (P1 eq 3): a learned vector per position
         return word + w.p[position]
-    if name in ("sin", "lsin"):  # Vaswani: a clock's hands; words are made as loud as they are
+    if name in ("sin", "lsin"):  # Vaswani: a clock's hands, or waves; louder words, not to drown
         place = w.p[HIDDEN] if position == HIDDEN else sinusoid(position, w.w)
         return sqrt(len(word)) * word + place
     return word
@@ -37,7 +37,7 @@ def at_input(name, word, position, w):
 
 def logit(scheme, q, k, i, j, pos, w, L):
     """s_ij of one head. q, k (L, D): of all tokens of the row. scheme: a name, or a sum of names; w
-    {name: its weights}."""
+    {name: its weights}. L: no scheme here needs it, yours may."""
     D, terms, s = len(q[i]), 1, 0.0
     q_i, k_j, r = q[i], k[j], pos[j] - pos[i]
     hidden = i != j and HIDDEN in (pos[i], pos[j])
@@ -60,7 +60,7 @@ def logit(scheme, q, k, i, j, pos, w, L):
             q_i, k_j = q[i] + its.p[pos[i]] @ its.U_Q, k[j] + its.p[pos[j]] @ its.U_K
         elif name.startswith("tupe") or name == "t5_untie_cls":  # P1: words here, places there
             terms = 1 if name == "t5_untie_cls" else 2
-            untied = "tie_cls" not in name or "untie" in name
+            untied = not name.endswith("_tie_cls")
             if untied and i == 0:  # what [CLS] sees does not depend on distance (P1 eq 9)
                 s += its.theta[0]
             elif untied and j == 0:  # nor how others see it

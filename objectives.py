@@ -55,23 +55,6 @@ PAIR_HIDDEN = 64  # width of the pair head's MLP
 
 
 # In this order objectives corrupt a batch; a sum has at most one of each kind.
-
-
-class CrossEntropy:
-    """How an answer is scored: logits (N, n_class) beside the true classes (N,)."""
-
-    def __init__(self, n_class):
-        self.n_class = self.n_out = n_class  # n_out: numbers that an answer is made of
-
-    def loss(self, logits, label):
-        """-> (N,)"""
-        return F.cross_entropy(logits, label, reduction="none")
-
-    def predict(self, logits):
-        """-> the likeliest class (N,)"""
-        return logits.argmax(-1)
-
-
 KINDS = ["sentence", "token", "position", "contrastive"]
 
 
@@ -140,6 +123,21 @@ def learned(*modules):
 
 def weighted_mean(values, weight):
     return (values * weight).sum() / weight.sum().clamp(min=1)
+
+
+class CrossEntropy:
+    """How an answer is scored: logits (N, n_class) beside the true classes (N,)."""
+
+    def __init__(self, n_class):
+        self.n_class = self.n_out = n_class  # n_out: numbers that an answer is made of
+
+    def loss(self, logits, label):
+        """-> (N,)"""
+        return F.cross_entropy(logits, label, reduction="none")
+
+    def predict(self, logits):
+        """-> the likeliest class (N,)"""
+        return logits.argmax(-1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -784,7 +782,7 @@ def parse_objective(objective: str) -> list[str]:
     if "clm" in names and {"sentence", "position"} & set(kinds):
         raise ValueError(
             f"objective {objective}: clm reads from the left, so it goes with neither "
-            "positions nor nsp"
+            f"positions nor {', '.join(of_kind('sentence'))}"
         )
     return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
 

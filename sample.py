@@ -266,7 +266,7 @@ def who_moved(encoder, objective, text):
 def uses(model):
     """Which texts a model takes, in words."""
     kinds = ["position" if part.kind == "position" else n for n, part in model.objectives.items()]
-    return " or ".join(USES[kind] for kind in kinds)
+    return " or ".join(USES[kind] for kind in kinds if kind in USES) or "no text: try probe.py"
 
 
 def answer(model, text):

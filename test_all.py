@@ -232,8 +232,10 @@ def seen_by(encoder, layer, h):
                 w.F_K = offsets.f_k.weight[cut].T
             elif name.startswith("tupe_r"):
                 w.b = part.offsets.table.weight[:, h]
-        else:  # a new scheme: its own attributes
-            w = part
+        else:  # a new scheme: its own parameters, of those with a row a head this head's
+            for key, value in part.named_parameters():
+                of_heads = value.dim() > 0 and len(value) == cfg.n_head
+                setattr(w, key.removesuffix(".weight"), value[h] if of_heads else value)
         found[name] = w
     return found
 
@@ -846,8 +848,10 @@ def test_every_parameter_gets_a_gradient(pe):
         # softmax cancels a key bias: it adds the same to a whole row
         if name.endswith("qkv.bias"):
             key = p.grad.chunk(3)[1].abs().max()
+            part_with = encoder.pe.part_with
             varies = "rope" in pe or pe == "deberta"  # turned, or multiplied with places
-            assert (key > 1e-9) == varies, "a bias that is alike for all keys"
+            maybe = pe not in model_module.SCHEMES and (part_with["scores"] or part_with["edit_qk"])
+            assert maybe or (key > 1e-9) == varies, "a bias that is alike for all keys"
             assert all(g.abs().max() > 1e-9 for g in (p.grad.chunk(3)[0], p.grad.chunk(3)[2])), name
         elif name.endswith("theta"):
             one, two = p.grad.abs().amax(1)

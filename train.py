@@ -49,7 +49,7 @@ DOCS = dict(dataset="docs", tokenizer="bpe")
 WEB = dict(dataset="wikibooks", tokenizer="gpt2")
 ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
 ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
-# Sources: demo and lab ours (searched: RESULTS.md section 6; short, so without dropout); paper P0
+# Sources: demo and lab ours (searched: results/README.md; short, so without dropout); paper P0
 # app. A (warm-up, betas and decay ours); small P2; medium P3 (it gives epochs; width, heads and
 # steps ours); base P1.
 # fmt: off
@@ -495,7 +495,7 @@ def check_rows(model, rows):
     if rows < model.min_rows:
         raise ValueError(
             f"{'+'.join(model.names)} draws from other rows of the batch: it needs "
-            "--batch_size 2 or more, and as many rows to validate on; here it is "
+            f"--batch_size {model.min_rows} or more, and as many rows to validate on; here it is "
             f"{rows}"
         )
 
