@@ -368,8 +368,8 @@ def difference(expected, got, at=""):
     wrong = ~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        share = f"{int(wrong.sum())} of {wrong.numel()} differ, the first"
-        return f"{at}{share} at {place}: expected {a[place]:.5g}, got {b[place]:.5g}"
+        share = f"{int(wrong.sum())} of {wrong.numel()} differ, the first at {place}: "
+        return f"{at}{share if place else ''}expected {a[place]:.5g}, got {b[place]:.5g}"
 
 
 def raised(error, file):
@@ -378,7 +378,8 @@ def raised(error, file):
         return str(error)
     if isinstance(error, SyntaxError):
         return f"{error.msg} ({Path(error.filename).name}, line {error.lineno})"
-    text = f"{type(error).__name__}: {' '.join(str(error).split()):.400}"
+    said = " ".join(str(error).split()).partition(" + where <built-in")[0]
+    text = f"{type(error).__name__}: {said:.400}"
     frames = traceback.extract_tb(error.__traceback__)
     wanted = "test_all.py" if isinstance(error, AssertionError) else file
     for frame in reversed(frames):
