@@ -82,7 +82,7 @@ EXERCISES = {
         ("reset_cls",),
         "P1 eq 9",
         "-> (B, H, L, L), a new tensor. [CLS] is token 0; cell (0, 0) belongs to the row.",
-        ("test_theta_fills_row_and_column", *loops("t5_untie_cls", "tupe_a", "tupe_a_free")),
+        loops("t5_untie_cls", "tupe_a", "tupe_a_free"),
         ("naive.py:logit",),
     ),
     "rotary": Exercise(
@@ -139,7 +139,6 @@ EXERCISES = {
         (
             "test_pplm_permutes_inside_the_selected_set",
             "test_no_special_is_selected_and_slots_beyond_have_weight_0",
-            "test_pplm_selection_is_uniform",
         ),
         random=True,
     ),
