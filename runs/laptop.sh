@@ -43,8 +43,8 @@ python finetune.py --task docs --ckpt $first $tune
 python finetune.py --task docs --ckpt scratch $tune
 python finetune.py --task docs --ckpt bow ${STEPS:+--limit_train 64}
 
-# 7. A page that runs the models in a browser, seconds: open page.html.
-python page.py $reading $first page.html
+# 7. A page that runs the models in a browser, seconds: open out/page.html.
+python page.py $reading $first out/page.html
 
 # 8. Twelve schemes, half an hour to an hour: loss, when each begins to learn, and a map of each, beside the figures of this project.
 python results/run.py first ${STEPS:+--steps $STEPS}
