@@ -134,7 +134,7 @@ class Positions:
 
     def __init__(self, ids, in_order=False):
         self.ids = torch.atleast_2d(ids)  # (L,) -> (1, L), one for all rows
-        self.in_order, self.made = in_order, None
+        self.in_order, self._pairs = in_order, None
 
     @property
     def offsets(self):
@@ -165,10 +165,11 @@ class Positions:
     @property
     def pairs(self):
         """Which row of a table of offsets belongs to which pair; made once, for all layers."""
-        if self.made is None:
-            in_order = self.in_order and fast.InOrder(self.ids.size(1), MAX_OFFSET)
-            self.made = in_order or Pairs(self)
-        return self.made
+        if self._pairs is None and self.in_order:
+            self._pairs = fast.InOrder(self.ids.size(1), MAX_OFFSET)  # the same, faster
+        elif self._pairs is None:
+            self._pairs = Pairs(self)
+        return self._pairs
 
 
 class Pairs:

@@ -245,8 +245,8 @@ def train(args, progress):
     sums, since, began = defaultdict(float), step, time.perf_counter()
     saved_at = started = began
     row = {}
-    hidden = None if main_process else True  # None: shown in a terminal alone
-    bar = tqdm(total=args.steps, initial=step, unit="step", leave=False, disable=hidden)
+    silent = None if main_process else True  # None: a bar in a terminal, nothing in a file
+    bar = tqdm(total=args.steps, initial=step, unit="step", leave=False, disable=silent)
     model.train()
     while step < args.steps:
         # The learning rate: linear warm-up, then linear decay to 0. It follows the updates that
