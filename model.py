@@ -135,6 +135,7 @@ class Positions:
     def __init__(self, ids, in_order=False):
         self.ids = torch.atleast_2d(ids)  # (L,) -> (1, L), one for all rows
         self.in_order, self._pairs = in_order, None
+        self.bias = None  # the scheme's, made once, for all layers and for the pair head
 
     @property
     def offsets(self):
@@ -193,6 +194,15 @@ class Pairs:
         """(B, H, L, L) -> (B, H, L, R): the sum over j of the pairs that share a row."""
         zeros = A.new_zeros(*A.shape[:-1], n_rows)
         return zeros.scatter_add(-1, self.index[:, None].expand_as(A), A)
+
+
+def a_head_each(table, index):
+    """table (R, H), a number for each head in each row; index (B, L, L), each pair's row
+    -> (B, H, L, L)."""
+    B, L, _ = index.shape
+    numbers = table.t().expand(B, -1, -1)  # (B, H, R)
+    index = index.view(B, 1, L * L).expand(-1, table.size(1), -1)  # (B, H, L L)
+    return numbers.gather(-1, index).view(B, -1, L, L)
 
 
 def t5_bucket(r):
@@ -424,8 +434,8 @@ class T5Bias(Component):
         self.table = nn.Embedding(T5_BUCKETS + 1, cfg.n_head)
 
     def bias(self, pos):
-        bucket = torch.where(pos.hidden, T5_BUCKETS, t5_bucket(pos.offsets))  # (B, L, L)
-        return self.table(bucket).permute(0, 3, 1, 2)  # (B, L, L, H) -> (B, H, L, L)
+        bucket = torch.where(pos.hidden, T5_BUCKETS, t5_bucket(pos.offsets))  # (1 or B, L, L)
+        return a_head_each(self.table.weight, bucket)
 
 
 class FactoredBias(Component):
@@ -442,8 +452,7 @@ class FactoredBias(Component):
         r = self.table.weight
         b = self.f_q(r) * self.f_k(r)  # (R, C)
         b = b.view(len(r), self.n_head, -1).sum(-1)  # (R, H)
-        b = F.embedding(Pairs(pos).index, b)  # (B, L, L, H)
-        return b.permute(0, 3, 1, 2)  # (B, H, L, L)
+        return a_head_each(b, Pairs(pos).index)
 
 
 class Alibi(Component):
@@ -532,10 +541,11 @@ def reset_cls(v, theta):
     theta_1 fills a whole row, so the softmax cancels it and it never gets a gradient; it is here
     because the paper has it.
     """
-    first = torch.arange(v.size(-1), device=v.device) == 0  # [CLS] is index 0
-    row, column = theta.view(2, -1, 1, 1)
-    v = torch.where(first, column, v)  # the column first,
-    return torch.where(first[:, None], row, v)  # then the row and (0, 0)
+    row, column = theta.unsqueeze(-1)  # (H, 1) each
+    v = v.clone(memory_format=torch.contiguous_format)
+    v[..., 1:, 0] = column  # [CLS] is index 0
+    v[..., 0, :] = row
+    return v
 
 
 class Tupe(Component):
@@ -608,10 +618,8 @@ class TupeFree(Component):
     def bias(self, pos):
         H, T, _ = self.table.shape
         row = pos.places(T - 1)
-        cell = row[:, :, None] * T + row[:, None, :]  # (B, L, L)
-        cells = self.table.view(H, T * T).t()
-        v = F.embedding(cell, cells)  # (B, L, L, H)
-        return reset_cls(v.permute(0, 3, 1, 2), self.theta)
+        cell = row[:, :, None] * T + row[:, None, :]  # (1 or B, L, L)
+        return reset_cls(a_head_each(self.table.view(H, T * T).t(), cell), self.theta)
 
 
 class T5UntieCls(Component):
@@ -737,9 +745,10 @@ class PositionalScheme(nn.Module):
     def bias_and_mask(self, pos, pad, causal, dtype):
         """What is added to the logits of every layer: the scheme's bias, and -inf where pad or
         causal forbid to look -> (1 or B, 1 or H, L, L), (L, L) of causal alone, or None."""
-        bias = masked = None
-        if self.part_with["bias"]:
-            bias = self.part_with["bias"].bias(pos)
+        masked = None
+        if self.part_with["bias"] and pos.bias is None:
+            pos.bias = self.part_with["bias"].bias(pos)
+        bias = pos.bias
         if pad is not None:
             masked = pad[:, None, None, :]  # (B, 1, 1, L)
         L, device = pos.ids.size(1), pos.ids.device
@@ -811,7 +820,7 @@ class Block(nn.Module):
             # Who looks where: q_i . k_j, plus what the scheme says of (i, j).
             logits = q * scheme.scale @ k.transpose(-1, -2)  # (B, H, L, L)
             logits = logits if bias is None else logits + bias
-            A = logits.softmax(-1)  # a row sums to 1 over the keys
+            A = fast.softmax(logits)  # a row sums to 1 over the keys
             A = fast.drop(A, p) if p else A
             y = A @ v  # (B, H, L, D)
             if part is not None:
@@ -849,7 +858,7 @@ class Encoder(nn.Module):
         """
         if pos is None:
             pos = Positions(torch.arange(tokens.size(1), device=tokens.device), in_order=True)
-        else:
+        elif not isinstance(pos, Positions):
             pos = Positions(pos)
         x = self.drop(self.embed(tokens, pos))
         bias = self.pe.bias_and_mask(pos, pad, causal, compute_dtype(x))
@@ -873,7 +882,7 @@ class Encoder(nn.Module):
         q, k (B, H, L, D); pos (L,) or (B, L); layer an index, or what pe.layer_weights gave
         -> (B, H, L, L).
         """
-        pos = Positions(pos)
+        pos = pos if isinstance(pos, Positions) else Positions(pos)
         bias = self.pe.bias_and_mask(pos, pad, causal, q.dtype)
         q, k, bias = self.pe.terms(q, k, pos, layer, bias)
         logits = q * self.pe.scale @ k.transpose(-1, -2)

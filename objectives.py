@@ -288,7 +288,8 @@ class PairHead(nn.Module):
             k = self.key(hidden).view(heads).transpose(1, 2)
         if self.cfg.pair_scores == "total":
             layer = self.last if self.table is None else self.table
-            s = encoder.logits(q, k, batch["pos"], layer)  # (B, H, L, L)
+            pos = batch.get("positions", batch["pos"])
+            s = encoder.logits(q, k, pos, layer)  # (B, H, L, L)
         else:
             s = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5
         return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)  # (B, n, n, H)
@@ -654,7 +655,9 @@ class Pretraining(nn.Module):
     def forward(self, batch):
         """-> loss (), the weighted sum; dict of scalars: each part's loss, unweighted, and what it
         logs."""
-        hidden = self.encoder(batch["tokens"], batch.get("pos"), causal=self.causal)
+        if "pos" in batch:  # what a scheme makes of them once serves the pair head, too
+            batch = {**batch, "positions": Positions(batch["pos"])}
+        hidden = self.encoder(batch["tokens"], batch.get("positions"), causal=self.causal)
         total, scalars = 0, {}
         for name, objective in self.objectives.items():
             loss, more = objective.loss(self.encoder, hidden, batch)
