@@ -80,17 +80,6 @@ def attention(q, k, v, bias, p, scale):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p, scale=scale)
 
 
-def softmax(x):
-    """The plain twin:
-
-        return x.softmax(-1)
-
-    Autocast would take 16-bit logits to float32 and what comes out back to 16 bits, for A @ v: two
-    more passes over (B, H, L, L) each way. The sum over a row is taken in float32 all the same.
-    """
-    return torch._softmax(x, -1, False)
-
-
 class InOrder:
     """Offsets of positions 0 .. L-1. The plain twin is model.Pairs, which looks up each pair's row.
 

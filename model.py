@@ -269,8 +269,8 @@ class Component(nn.Module):
         """-> (1 or B, L, C), added to the token embedding."""
 
     def bias(self, pos):
-        """-> (1 or B, H, L, L) logits without words, made once for all layers of an encoder (and
-        once more for the pair head)."""
+        """-> (1 or B, H, L, L) logits without words, made once for all layers (and the pair
+        head)."""
 
     def edit_qk(self, q, k, pos):
         """q, k (B, H, L, D) -> the same, edited, in every layer."""
@@ -820,7 +820,7 @@ class Block(nn.Module):
             # Who looks where: q_i . k_j, plus what the scheme says of (i, j).
             logits = q * scheme.scale @ k.transpose(-1, -2)  # (B, H, L, L)
             logits = logits if bias is None else logits + bias
-            A = fast.softmax(logits)  # a row sums to 1 over the keys
+            A = logits.softmax(-1)  # a row sums to 1 over the keys
             A = fast.drop(A, p) if p else A
             y = A @ v  # (B, H, L, D)
             if part is not None:
@@ -852,8 +852,8 @@ class Encoder(nn.Module):
     def forward(self, tokens, pos=None, pad=None, causal=False, n_layer=None):
         """Token ids -> hidden states.
 
-        tokens (B, L) int64, [CLS] at index 0; pos (L,) or (B, L) int64, None = arange(L),
-        UNKNOWN_POS = hidden; pad (B, L) bool, True = padding; n_layer: stop after so many blocks.
+        tokens (B, L) int64, [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
+        arange(L), UNKNOWN_POS = hidden; pad (B, L) bool, True = padding; n_layer: stop after so many blocks.
         -> (B, L, C). Raises ValueError if a row is longer than a table of positions.
         """
         if pos is None:
@@ -879,8 +879,8 @@ class Encoder(nn.Module):
     def logits(self, q, k, pos, layer, pad=None, causal=False):
         """Attention logits before the softmax, as an attention layer of this model has them.
 
-        q, k (B, H, L, D); pos (L,) or (B, L); layer an index, or what pe.layer_weights gave
-        -> (B, H, L, L).
+        q, k (B, H, L, D); pos (L,) or (B, L), or a Positions, which keeps the scheme's bias;
+        layer an index, or what pe.layer_weights gave -> (B, H, L, L).
         """
         pos = pos if isinstance(pos, Positions) else Positions(pos)
         bias = self.pe.bias_and_mask(pos, pad, causal, q.dtype)

@@ -938,6 +938,9 @@ def test_bias_is_computed_once_a_forward(monkeypatch):
     monkeypatch.setattr(model_module.Tupe, "bias", lambda *args: calls.append(1) or original(*args))
     tiny("tupe_r", n_layer=4)(some_tokens())
     assert len(calls) == 1
+    model = pretraining("pplm", "tupe_r")  # and the pair head takes the same
+    model(model.corrupt(packed_rows(), 1))
+    assert len(calls) == 2
 
 
 def test_no_tensor_of_l_l_d(monkeypatch):
@@ -2779,6 +2782,7 @@ def test_bad_checkpoints_are_one_line(run, tmp_path):
     refuses("not a checkpoint of this project", load, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_compiled_training_agrees_with_eager(run, tmp_path):
     if not common.can_compile(torch.device("cpu")):
         pytest.skip("no C++ compiler")
