@@ -33,7 +33,8 @@ def draw(kept: torch.Tensor, cut: int) -> None:
     source = np.random.SFC64(int(torch.randint(2**62, ())))
     draws = source.random_raw(-(-kept.numel() // 4)).view(np.int16)
     numbers = torch.from_numpy(draws)[: kept.numel()].view(kept.shape)
-    kept.copy_((numbers >= cut - 32768).view(torch.int8)).mul_(65536 / (65536 - cut))
+    torch.ge(numbers, cut - 32768, out=numbers)  # 0 or 1; as a bool it takes five times as long
+    kept.copy_(numbers).mul_(65536 / (65536 - cut))
 
 
 def drop(x, p):
