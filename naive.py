@@ -14,6 +14,7 @@ pair. w holds what is learned, as this head of this layer sees it:
     w.b          a number for each bucket of offsets; last: an end is hidden
     w.U_Q, w.U_K matrices that project w.p (TUPE, bert_ad) or w.a (deberta)
     w.theta      two numbers for [CLS]: for its row and its column
+    w.w          how fast the hands of sin and lsin turn; what else a scheme has stands in its line
 
 P1 is the TUPE paper, P3 "On Position Embeddings in BERT", P0 relative position prediction.
 """
@@ -29,7 +30,7 @@ def at_input(name, word, position, w):
     """What the first layer is given of a token: its word's vector, in some schemes its place."""
     if name == "abs":  # BERT (P1 eq 3): a learned vector per position
         return word + w.p[position]
-    if name in ("sin", "lsin"):  # Vaswani: a clock's hands, or waves; louder words, not to drown
+    if name in ("sin", "lsin"):  # Vaswani: clock hands; words start small, so they are multiplied
         place = w.p[HIDDEN] if position == HIDDEN else sinusoid(position, w.w)
         return sqrt(len(word)) * word + place
     return word

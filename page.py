@@ -191,7 +191,7 @@ def main(argv=None):
     with one_line_errors():
         if target.suffix != ".html" or target.is_dir() or not target.parent.is_dir():
             raise ValueError(
-                f"cannot write {target}: the last argument is FILE.html, in a folder there is"
+                f"cannot write {target}: the last argument is FILE.html, in a folder that exists"
             )
         if target.resolve() == SOURCE.resolve():
             raise ValueError(f"{target} is the source of all pages: take another name or folder")
