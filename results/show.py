@@ -303,7 +303,7 @@ def bars(axes, runs):
     line = COLUMNS["copy"](next(iter(runs.values())))
     axes.axhline(line, color="k", label="copy: the best without reading")
     axes.set_xticks(range(len(runs)), runs, rotation=35, ha="right")
-    axes.set_ylim(1.3, 2.3)
+    axes.set_ylim(1.2, 2.3)
     axes.legend(ncols=2, loc="upper center", frameon=False)
 
 
