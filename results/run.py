@@ -323,7 +323,7 @@ def run_first(settings):
     """`first`: a class's own runs of docs' schemes, kept apart, beside the rows that are here."""
     ours, lines, began = rows_of(settings), [], time.time()
     settings.out = "out/first"
-    for name in [name for name in TABLES["docs"] if name.endswith("-s1337")]:
+    for name in [f"{stem(name)}-s1337" for name in TABLES["docs"] if name.endswith("-s2")]:
         ensure_trained("docs", name, settings)
         log = read(ROOT / settings.out / name / "log.jsonl")[1:]
         own = {"args": {"objective": "mlm"}, "curve": curve(log, "loss"), "commands": {"train": ""}}
