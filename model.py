@@ -853,8 +853,8 @@ class Encoder(nn.Module):
         """Token ids -> hidden states.
 
         tokens (B, L) int64, [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
-        arange(L), UNKNOWN_POS = hidden; pad (B, L) bool, True = padding; n_layer: stop after so many blocks.
-        -> (B, L, C). Raises ValueError if a row is longer than a table of positions.
+        arange(L), UNKNOWN_POS = hidden; pad (B, L) bool, True = padding; n_layer: stop after so
+        many blocks. -> (B, L, C). Raises ValueError if a row is longer than a table of positions.
         """
         if pos is None:
             pos = Positions(torch.arange(tokens.size(1), device=tokens.device), in_order=True)
