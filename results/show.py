@@ -259,7 +259,7 @@ def draw(folder, tables, rows):
 
     picture("plateau.png", "step", "training loss (nats)", lambda axes: curves(axes, rows))
     reading = {BARS[name]: rows[name] for name in BARS if name in rows}
-    picture("reading.png", "", "pplm's loss (nats)", lambda axes: bars(axes, reading))
+    picture("reading.png", "", "pplm's loss (nats)", lambda axes: worth_of_words(axes, reading))
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     if long:
         picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
@@ -293,13 +293,13 @@ def curves(axes, rows):
     axes.text(700, 7.0, "the plateau: words are counted, their order is hardly used")
 
 
-def bars(axes, runs):
+def worth_of_words(axes, runs):
     """pplm's loss with true, random and shuffled words, {name: row}, against the line of `copy`."""
     for shift, words in enumerate(("true", "random", "shuffled")):
         heights = [row["words"][words] for row in runs.values()]
-        at = np.arange(len(runs)) + 0.27 * (shift - 1)
+        at = np.arange(len(runs)) + 0.18 * (shift - 1)
         color = ["#0072B2", "#E69F00", "#CC79A7"][shift]
-        axes.bar(at, heights, 0.25, label=f"{words} words", color=color)
+        axes.plot(at, heights, "o", ms=9, label=f"{words} words", color=color)
     line = COLUMNS["copy"](next(iter(runs.values())))
     axes.axhline(line, color="k", label="copy: the best without reading")
     axes.set_xticks(range(len(runs)), runs, rotation=35, ha="right")

@@ -44,7 +44,7 @@ python finetune.py --task docs --ckpt scratch $tune
 python finetune.py --task docs --ckpt bow ${STEPS:+--limit_train 64}
 
 # 7. A page that runs the models in a browser, seconds: open out/page.html.
-python page.py $reading $first out/page.html
+python page.py $reading out/docs-demo-abs-mlm-s1337 out/page.html
 
 # 8. Twelve schemes, half an hour to an hour: loss, when each begins to learn, and a map of each, beside the figures of this project.
 python results/run.py first ${STEPS:+--steps $STEPS}
