@@ -1,4 +1,4 @@
-"""The papers' equations as plain loops, a pair of tokens at a time. Read this first; ten minutes.
+"""The papers' equations as plain loops, a pair of tokens at a time. Read this first; 20 minutes.
 
 A sentence is a row of L tokens; token 0 is [CLS]. Attention lets token i look at every token j,
 how much, says a number s_ij, the logit. Without positions it is q_i . k_j / sqrt(D), words alone:

@@ -318,7 +318,7 @@ def train(args, progress):
             with open(folder / "log.jsonl", "a") as handle:
                 handle.write(json.dumps(row) + "\n")
         if evaluating and main_process and text:
-            tqdm.write("    " + sample.line(model, text))  # the model speaks
+            tqdm.write("    its guess: " + sample.line(model, text))  # the model speaks
 
         # Save: everything that the next process needs to go on as if nothing had happened.
         due = evaluating and time.perf_counter() - saved_at >= args.save_every
@@ -667,7 +667,8 @@ def announce(args, model, batches, machine, rows, flops):
 
 
 def announce_baselines(known):
-    print("baselines: the loss (nats, lower is better) of one who knows only ..")
+    if known:  # an objective of your own may have none
+        print("baselines: the loss (nats, lower is better) of one who knows only ..")
     for name, value in known.items():
         print(f"  {name:14}{value:6.3f}  .. {meaning_of(name)}")
 
