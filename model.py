@@ -571,8 +571,9 @@ class Tupe(Component):
 
     def bias(self, pos):
         # Each position has a vector p_i. Two matrices, U_Q and U_K, project all of them, and no
-        # word ever passes through these. Words and positions give two terms of about the same size:
-        # dividing both by sqrt(2D), not sqrt(D), keeps the size of their sum (P1 sec 3.3).
+        # word ever passes through these. Dividing both terms by sqrt(2D), not sqrt(D), keeps the
+        # size of their sum (P1 sec 3.3), if both are of about the same size. At the start they are
+        # not: with these weights places are the larger.
         q, k, all_q, all_k = self.positions(pos)  # (1 or B, H, L, D); all: (rows, C)
         v = q @ k.transpose(-1, -2) * self.scale  # P1's v_ij (1 or B, H, L, L)
         if self.offsets is not None:  # tupe_r's b_r
