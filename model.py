@@ -544,7 +544,7 @@ def reset_cls(v, theta):
     row, column = theta.unsqueeze(-1)  # (H, 1) each
     v = v.clone(memory_format=torch.contiguous_format)
     v[..., 1:, 0] = column  # [CLS] is index 0
-    v[..., 0, :] = row
+    v[..., 0, :] = row  # (0, 0) too
     return v
 
 
