@@ -4506,6 +4506,13 @@ def test_driver_shares_its_work(driver, capsys):
         assert driver(*asked.split()) == [] and why in capsys.readouterr().err
 
 
+def test_driver_runs_all_seeds_of_a_name(driver, monkeypatch):
+    runs = dict.fromkeys(["c-s1", "c-s2", "cc-s1"], ("--steps 20", ""))
+    monkeypatch.setitem(driver.names, "TABLES", {"recipe": runs})
+    assert driver("c") == ["train c-s1", "probe c-s1", "train c-s2", "probe c-s2"]
+    assert driver("c-s3") == [] and driver.names["code"] == 2
+
+
 def test_properties_over_schemes():
     """P3's table 5: Pearson's r of the schemes' means, `none` aside, and that of ranks."""
     properties = runpy.run_path(DRIVER)["show"].__globals__["properties"]

@@ -4,7 +4,7 @@
     python results/run.py first                     # twelve schemes in 25 minutes, beside ours
     python results/run.py reading --workers 2       # run what a table lacks; stopped, it goes on
 
-    read-8-heads-s1                                         what a run lacks
+    read-8-heads-s1                                         one run; read-8-heads: of all seeds
     p0-table-1                                              a paper's table at its size, on one GPU:
                                                             first it says how long that takes
     p0-table-1 --trial 'texts/*.txt'                        the same at a tiny size
@@ -21,6 +21,7 @@ minimal pairs, judged where it is named. GLUE: folder of the official files; the
 them from the hub where it is not named.
 """
 
+import itertools
 import json
 import os
 import platform
@@ -394,8 +395,9 @@ def main(argv=None):
     with one_line_errors():
         wanted = []
         for table, runs in TABLES.items():
-            wanted += [(table, name) for name in runs if asked & {table, name}]
-        if unknown := asked.difference(["first"], *wanted):
+            wanted += [(table, name) for name in runs if asked & {table, name, stem(name)}]
+        known = {"first", *(stem(name) for _, name in wanted), *itertools.chain(*wanted)}
+        if unknown := asked - known:
             raise ValueError(f"no table or run {', '.join(sorted(unknown))}: see --help")
         announce(wanted, settings)
         again = [sys.executable, __file__, *(x for x in argv or sys.argv[1:] if x != "first")]
