@@ -4542,7 +4542,7 @@ def test_trial_of_a_papers_table(corpus_file, tmp_path):
     for split in ("train", "dev"):
         rows = "x\t1\t\tIt is so.\nx\t0\t*\tSo it is is.\n"
         (tmp_path / "glue" / "CoLA" / f"{split}.tsv").write_text(rows)
-    command = "results/run.py", "p0-pplm", "--trial", str(corpus_file), "--device", "cpu"
+    command = "results/run.py", "p2-mlm", "--trial", str(corpus_file), "--device", "cpu"
     env = os.environ | {"GLUE": str(tmp_path / "glue")}
     done = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, env=env
@@ -4551,8 +4551,9 @@ def test_trial_of_a_papers_table(corpus_file, tmp_path):
     assert "mnli: no MNLI in $GLUE, left out" in done.stdout
     assert "hours of a V100 to pre-train" in done.stdout
     (row,) = common.read_rows(tmp_path / "out" / "trial" / "runs.jsonl")
-    assert row["run"] == "p0-pplm" and set(row["scores"]) == {"cola matthews", "cola accuracy"}
-    assert "cola matthews" in done.stdout.rpartition("p0-table-1")[2]
+    scores = {f"cola {metric}{at}" for metric in ("matthews", "accuracy") for at in ("", " at 0.2")}
+    assert row["run"] == "p2-mlm" and set(row["scores"]) == scores
+    assert "| p2-mlm at .2 " in done.stdout.rpartition("p2-table-1")[2]
 
 
 @pytest.mark.slow

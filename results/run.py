@@ -152,9 +152,9 @@ def commands(table, name, settings):
             if not Path(os.environ["GLUE"], finetune.TASKS[task].folder).exists():
                 continue  # main has said so
             given += ' --data_dir "$GLUE"'
-        start = out if share == "1" else f"{out}/ckpt_{step}.pt"
+        start, to = (out, out) if share == "1" else (f"{out}/ckpt_{step}.pt", f"{out}/at_{share}")
         given += f" {TINY_TUNED}" if settings.trial else ""
-        command = f"python finetune.py --task {task} {given} --ckpt {start} --out_dir {out}"
+        command = f"python finetune.py --task {task} {given} --ckpt {start} --out_dir {to}"
         made[task if share == "1" else f"{task} at {share}"] = command
     return made
 
@@ -308,8 +308,9 @@ def collect(folder):
             row["contexts"] = curve(found["steps"], "contextual score")
     row["scores"], row["collapsed"] = {}, []
     results = {}
-    for x in read(folder / "results.jsonl"):  # a task that was stopped has some twice
-        results[x["task"], x["step"], x["lr"], x["seed"]] = x
+    for file in [folder / "results.jsonl", *folder.glob("at_*/results.jsonl")]:
+        for x in read(file):  # a task that was stopped has some twice
+            results[x["task"], x["step"], x["lr"], x["seed"]] = x
     best = finetune.best_runs(results.values(), statistics.median)  # the best rate counts (P1)
     for (_, task), runs in best.items():
         share = runs[0]["step"] / last["step"]
