@@ -87,6 +87,7 @@ SHOWN = {
     "lengths": "loss",
     "objectives": "mlm loss|on true positions|loss|random words|contextual score|BLiMP|order-only",
     "p2": "mlm loss|loss|minutes",
+    "worth": "mlm loss|loss",
     "lab": f"{READS}|AIV",
 }
 
@@ -155,7 +156,7 @@ def lines_of(table, runs, rows):
             recipe = re.search(r"--recipe (\w+)|$", tuned)[1] or "electra"
             for share in tuned.partition("@")[2].split()[:-1]:  # before the end: P1, fig 4
                 under_way = [loss_after(row, float(share)) for row in group]
-                early = {"run": f"{name} at {share}", "loss": together(under_way)}
+                early = line | {"run": f"{name} at {share}", "loss": together(under_way)}
                 found.append(early | scores(group, recipe, f"{float(share):g}"))
             line |= scores(group, recipe)
             line["one class"] = ", ".join(itertools.chain(*(row["collapsed"] for row in group)))
