@@ -234,7 +234,7 @@ CURVES |= dict.fromkeys(["t5", "rel", "rope"], "#D55E00") | dict.fromkeys(
 )
 BARS = {
     "read-pplm-3e-3-s1337": "alone",
-    "read-pplm-3000": "alone, 3,000 steps",
+    "read-pplm-30000-s1337": "alone, 30,000 steps",
     "read-pplm-5e-4-s1337": "alone, P0's rate",
     "read-pplm-words-s1337": "alone, on mlm's\nword embeddings",
     "read-pplm-after-mlm-3e-3-s1337": "alone, after mlm",
@@ -246,8 +246,14 @@ BARS = {
 }
 
 
+ALONE = {
+    "read-pplm-after-mlm-3e-3-s1337": "from a model that guessed words",
+    "read-pplm-30000-s1337": "from nothing",
+}
+
+
 def draw(folder, tables, rows):
-    """plateau.png, reading.png and lengths.png, of what has been run."""
+    """plateau.png, reading.png, alone.png and lengths.png, of what has been run."""
     from matplotlib.figure import Figure  # only pictures need it
 
     def picture(name, x, y, paint):
@@ -261,6 +267,8 @@ def draw(folder, tables, rows):
     picture("plateau.png", "step", "training loss (nats)", lambda axes: curves(axes, rows))
     reading = {BARS[name]: rows[name] for name in BARS if name in rows}
     picture("reading.png", "", "pplm's loss (nats)", lambda axes: worth_of_words(axes, reading))
+    alone = {label: rows[name] for name, label in ALONE.items() if name in rows}
+    picture("alone.png", "step", "pplm's loss (nats)", lambda axes: when_it_reads(axes, alone))
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     if long:
         picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
@@ -306,6 +314,18 @@ def worth_of_words(axes, runs):
     axes.set_xticks(range(len(runs)), runs, rotation=35, ha="right")
     axes.set_ylim(1.2, 2.3)
     axes.legend(ncols=2, loc="upper center", frameon=False)
+
+
+def when_it_reads(axes, runs):
+    """pplm's validation loss, {name: row of a run of pplm alone}, against the line of `copy`."""
+    ends = {}
+    for name, row in runs.items():
+        (line,) = axes.plot(*zip(*row["val_curve"]))
+        ends[name] = line, row["val_curve"][-1]
+    level = COLUMNS["copy"](next(iter(runs.values())))
+    axes.axhline(level, color="k", lw=1)
+    axes.text(5000, level, "copy: the best without reading", va="bottom")
+    label(axes, ends)
 
 
 def by_length(axes, runs):
