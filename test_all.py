@@ -4431,7 +4431,8 @@ def driver(tmp_path, monkeypatch):
     monkeypatch.setitem(names, "ROOT", tmp_path)
     monkeypatch.setitem(names, "ROWS", tmp_path / "runs.jsonl")
     monkeypatch.setitem(names, "show", lambda *args: None)
-    flags = "--steps 20", "--steps 20 --init_from out/results/a"
+    weighted = "--steps 20 --init_from out/results/a --objective taco --loss_weights 1 .1"
+    flags = "--steps 20", weighted
     runs = {"a": (flags[0], ""), "b": (flags[1], "docs: --seeds 2")}
     monkeypatch.setitem(names, "TABLES", {"recipe": runs})
 

@@ -220,6 +220,7 @@ def trained(folder, command):
         return False
     first, *lines = read(folder / "log.jsonl")
     wanted = vars(train.parse_args(shlex.split(command)[2:]))
+    wanted = json.loads(json.dumps(wanted, default=str))  # as the log has it
     for flag in wanted.keys() - train.FREE_FLAGS - {"dataset", "given"}:
         there = first["args"].get(flag, wanted[flag])
         if there != wanted[flag]:

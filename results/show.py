@@ -239,7 +239,7 @@ BARS = {
     "read-pplm-words-s1337": "alone, on mlm's\nword embeddings",
     "read-pplm-after-mlm-3e-3-s1337": "alone, after mlm",
     "read-pplm-after-mlm-5e-4-s1337": "alone, after mlm,\nP0's rate",
-    "read-mlm.01-s1337": "beside mlm\nweighted .01",
+    "read-mlm.1-s1337": "beside mlm\nweighted .1",
     "read-4-heads-s1337": "beside mlm, 4 heads",
     "read-s1337": "beside mlm",
     "read-3000": "beside mlm, 3,000 steps",
