@@ -239,8 +239,8 @@ def normal(*shape):
 class XavierLinear(nn.Linear):
     """A linear layer that init_weights starts Xavier-uniform: U_Q, U_K, F_Q, F_K, the pair head.
 
-    With N(0, 0.02) the product of two such small numbers would start near 0 (departure; tupe_a
-    turned out to learn as early without: results/control.jsonl).
+    With N(0, 0.02) the product of two such small numbers would start near 0, and the pair head
+    learn late (departure; tupe_a would not: results/control.jsonl).
     """
 
 
