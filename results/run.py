@@ -21,7 +21,6 @@ minimal pairs, judged where it is named. GLUE: folder of the official files; the
 them from the hub where it is not named.
 """
 
-import itertools
 import json
 import os
 import platform
@@ -395,10 +394,12 @@ def main(argv=None):
         settings.out, settings.rows = "out/trial", ROOT / "out/trial/runs.jsonl"
     asked, failed = {*settings.names}, []
     with one_line_errors():
-        wanted = []
+        wanted, known = [], {"first"}
         for table, runs in TABLES.items():
-            wanted += [(table, name) for name in runs if asked & {table, name, stem(name)}]
-        known = {"first", *(stem(name) for _, name in wanted), *itertools.chain(*wanted)}
+            for name in runs:
+                if asked & (called := {table, name, stem(name)}):
+                    wanted.append((table, name))
+                    known |= called
         if unknown := asked - known:
             raise ValueError(f"no table or run {', '.join(sorted(unknown))}: see --help")
         announce(wanted, settings)
