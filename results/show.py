@@ -1,6 +1,7 @@
 """What run.py prints of the rows, and the pictures that it draws of them."""
 
 import itertools
+import json
 import re
 import statistics
 
@@ -253,7 +254,7 @@ ALONE = {
 
 
 def draw(folder, tables, rows):
-    """plateau.png, reading.png, alone.png and lengths.png, of what has been run."""
+    """plateau.png, reading.png, alone.png, lengths.png and race.png, of what has been run."""
     from matplotlib.figure import Figure  # only pictures need it
 
     def picture(name, x, y, paint):
@@ -272,6 +273,9 @@ def draw(folder, tables, rows):
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     if long:
         picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
+    if (folder / "bench-race.json").exists():
+        learners = json.loads((folder / "bench-race.json").read_text())["rows"]
+        picture("race.png", "minutes", "mlm's loss", lambda axes: by_the_clock(axes, learners))
 
 
 def label(axes, ends):
@@ -336,4 +340,15 @@ def by_length(axes, runs):
         losses = [statistics.mean(row[n] for row in of_pe) for n in of_pe[0]]
         (line,) = axes.plot([*of_pe[0]], losses, marker="o")
         ends[pe] = line, (len(losses) - 1, losses[-1])
+    label(axes, ends)
+
+
+def by_the_clock(axes, rows):
+    """mlm's loss beside the minutes of training, of what bench.py --race wrote; peers dashed."""
+    ends = {}
+    for row in rows:
+        if "curve" in row:
+            curve = [(seconds / 60, loss) for seconds, loss in row["curve"]]
+            (line,) = axes.plot(*zip(*curve), "-" if row["name"].startswith("ours") else "--")
+            ends[row["name"].removesuffix("ForMaskedLM")] = line, curve[-1]
     label(axes, ends)
