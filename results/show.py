@@ -250,6 +250,7 @@ BARS = {
 ALONE = {
     "read-pplm-after-mlm-3e-3-s1337": "from a model that guessed words",
     "read-pplm-30000-s1337": "from nothing",
+    "read-pplm-30000-s1": "from nothing, another seed",
 }
 
 
