@@ -235,10 +235,10 @@ CURVES |= dict.fromkeys(["t5", "rel", "rope"], "#D55E00") | dict.fromkeys(
 )
 BARS = {
     "read-pplm-3e-3-s1337": "alone",
-    "read-pplm-30000-s1337": "alone, 30,000 steps:\none seed of two",
+    "read-pplm-30000-s1337": "alone, 30,000 steps:\none seed of three",
     "read-pplm-5e-4-s1337": "alone, P0's rate",
     "read-pplm-words-s1337": "alone, on mlm's\nword embeddings",
-    "read-pplm-words-frozen-s1337": "the same, frozen:\none seed of two",
+    "read-pplm-words-frozen-s1337": "the same, frozen:\none seed of three",
     "read-pplm-random-frozen-s1337": "on random ones,\nfrozen",
     "read-pplm-after-mlm-3e-3-s1337": "alone, after mlm",
     "read-pplm-after-mlm-5e-4-s1337": "alone, after mlm,\nP0's rate",
@@ -252,7 +252,8 @@ BARS = {
 ALONE = {
     "read-pplm-after-mlm-3e-3-s1337": "from a model that guessed words",
     "read-pplm-30000-s1337": "from nothing",
-    "read-pplm-30000-s1": "from nothing, another seed",
+    "read-pplm-30000-s1": "another seed",
+    "read-pplm-30000-s2": "a third seed",
 }
 
 
