@@ -279,6 +279,8 @@ def draw(folder, tables, rows):
         picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
     if (folder / "bench-race.json").exists():
         learners = json.loads((folder / "bench-race.json").read_text())["rows"]
+        longest = max(row["race"] for row in learners)
+        learners = [row for row in learners if row["race"] == longest]
         picture("race.png", "minutes", "mlm's loss", lambda axes: by_the_clock(axes, learners))
 
 
