@@ -58,6 +58,11 @@ def parameters(row):
     return f"{sum(p.numel() for p in Encoder(config).pe.parameters()):,}"
 
 
+def all_pairs(found):
+    """The share of all minimal pairs; none where order-only ones alone were judged."""
+    return found["mean"] if found and found["mean"] != found["order_only"] else None
+
+
 COLUMNS = {
     "own parameters": parameters,
     "loss": loss,
@@ -72,7 +77,7 @@ COLUMNS = {
     "leaves at step": leaves,
     "AIV": lambda row: row["indicators"].get("aiv"),
     "OPR": lambda row: row["indicators"].get("opr"),
-    "BLiMP": lambda row: row.get("blimp", {}).get("mean"),
+    "BLiMP": lambda row: all_pairs(row.get("blimp", {})),
     "order-only": lambda row: row.get("blimp", {}).get("order_only"),
     "contextual score": lambda row: row["contexts"][-1][1] if row.get("contexts") else None,
     "published": lambda row: PUBLISHED.get(row["run"]),
