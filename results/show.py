@@ -60,7 +60,8 @@ def parameters(row):
 
 def all_pairs(found):
     """The share of all minimal pairs; none where order-only ones alone were judged."""
-    return found["mean"] if found and found["mean"] != found["order_only"] else None
+    if found and round(found["mean"] - found["order_only"], 9):
+        return found["mean"]
 
 
 COLUMNS = {
