@@ -4534,6 +4534,13 @@ def test_properties_over_schemes():
     assert line["ranks of 5"] == f"{np.corrcoef(*ranks)[0, 1]:.2f}"
 
 
+def test_a_share_of_all_pairs_needs_all_pairs():
+    share = runpy.run_path(DRIVER)["show"].__globals__["COLUMNS"]["BLiMP"]
+    assert share({"blimp": {"mean": 0.53, "order_only": 0.5}}) == 0.53
+    judged = {"mean": 0.1 + 0.2, "order_only": 0.3}  # two orders of the same words alone
+    assert share({"blimp": judged}) is None and share({}) is None
+
+
 @pytest.mark.slow
 def test_trial_of_a_papers_table(corpus_file, tmp_path):
     """From training to a line of the table, at a tiny size, in a copy of the project."""

@@ -58,10 +58,12 @@ def parameters(row):
     return f"{sum(p.numel() for p in Encoder(config).pe.parameters()):,}"
 
 
-def all_pairs(found):
+def all_pairs(row):
     """The share of all minimal pairs; none where order-only ones alone were judged."""
+    found = row.get("blimp")
     if found and round(found["mean"] - found["order_only"], 9):
         return found["mean"]
+    return None
 
 
 COLUMNS = {
@@ -78,7 +80,7 @@ COLUMNS = {
     "leaves at step": leaves,
     "AIV": lambda row: row["indicators"].get("aiv"),
     "OPR": lambda row: row["indicators"].get("opr"),
-    "BLiMP": lambda row: all_pairs(row.get("blimp", {})),
+    "BLiMP": all_pairs,
     "order-only": lambda row: row.get("blimp", {}).get("order_only"),
     "contextual score": lambda row: row["contexts"][-1][1] if row.get("contexts") else None,
     "published": lambda row: PUBLISHED.get(row["run"]),
