@@ -1,7 +1,7 @@
 """The rows behind RESULTS.md: made here, printed here (show.py). tables.txt says what they are.
 
     python results/run.py                           # print every table, from runs.jsonl
-    python results/run.py first                     # twelve schemes in 25 minutes, beside ours
+    python results/run.py first                     # twelve schemes, each beside our figures
     python results/run.py reading --workers 2       # run what a table lacks; stopped, it goes on
 
     read-8-heads-s1                                         one run; read-8-heads: of all seeds
