@@ -295,12 +295,15 @@ def draw(folder, tables, rows):
 def label(axes, ends):
     """Write names at the ends of their curves, {name: (line, (x, y))}, none over another."""
     low, high = axes.get_ylim()
-    at = -np.inf
-    for name, (line, (x, y)) in sorted(ends.items(), key=lambda end: end[1][1][1]):
-        at = max(y, at + 0.045 * (high - low))
-        color = line.get_color()
-        style = dict(textcoords="offset points", va="center", color=color, annotation_clip=False)
-        axes.annotate(name, (x, at), (6, 0), **style)
+    names = sorted(ends, key=lambda name: ends[name][1][1])
+    index = 0.045 * (high - low) * np.arange(len(names))
+    free = np.array([ends[name][1][1] for name in names]) - index
+    # Pushed up where it would cover the one below, pushed down likewise, and the mean of both.
+    up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
+    for name, at in zip(names, index + (up + down) / 2):
+        line, (x, _) = ends[name]
+        style = dict(textcoords="offset points", va="center", annotation_clip=False)
+        axes.annotate(name, (x, at), (6, 0), color=line.get_color(), **style)
     axes.margins(x=0.02)
 
 
