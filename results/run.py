@@ -1,24 +1,24 @@
-"""The rows behind RESULTS.md: made here, printed here (show.py). tables.txt says what they are.
+"""The rows behind docs/results.md: made here and printed here. tables.txt lists the runs.
 
-    python results/run.py                           # print every table, from runs.jsonl
-    python results/run.py first                     # twelve schemes, each beside our figures
-    python results/run.py reading --workers 2       # run what a table lacks; stopped, it goes on
+    python -m results.run                    # print every table, from runs.jsonl
+    python -m results.run first              # train twelve schemes; prints them beside our figures
+    python -m results.run pplm               # run what a table lacks; the same command resumes
+    python -m results.run pplm-3e-3          # one run, all seeds (pplm-3e-3-s1: one seed)
+    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU; it says
+                                             # first how many hours that takes
 
-    read-8-heads-s1                                         one run; read-8-heads: of all seeds
-    p0-table-1                                              a paper's table at its size, on one GPU:
-                                                            first it says how long that takes
-    p0-table-1 --trial 'texts/*.txt'                        the same at a tiny size
+Some tables need text to train on, GLUE, or minimal pairs:
 
-Some tables need texts, or files to fine-tune on:
+    TEXT='texts/*.jsonl.xz' BLIMP=blimp/data python -m results.run recipe
+    TEXT='texts/*.jsonl.xz' GLUE=glue python -m results.run taco
 
-    TEXT='texts/*.jsonl.xz' BLIMP=blimp/data python results/run.py recipe
-    TEXT='texts/*.jsonl.xz' GLUE=glue python results/run.py p2
+TEXT is what schemes, recipe, lengths, taco, objectives, glue and lab are trained on. GLUE is the
+folder of the official files (default for the papers' tables: the hub). BLIMP is a folder of minimal
+pairs; without it they are not scored.
 
-A run trains in out/results/NAME, is probed there and fine-tuned; when all is done it is a line of
-runs.jsonl (the last one of a name counts). Flags that are not below (--cache, --dtype ..) go to
-train.py. TEXT: what schemes, recipe, lengths, p2, objectives, glue and lab learn from. BLIMP:
-minimal pairs, judged where it is named. GLUE: folder of the official files; the papers' tables take
-them from the hub where it is not named.
+A run is trained in out/results/NAME, probed and fine-tuned there; once everything is done, its row
+is appended to runs.jsonl. The last row of a name counts; to make a row again, delete its line and
+its folder. Other flags (--cache, --dtype, ...) are passed to train.py.
 """
 
 import json
@@ -29,39 +29,28 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "results")]
-from show import PLATEAU, draw, leaves, show, stem, together  # noqa: E402
+import finetune
+import train
+from lib.config import Parser, RunFailed, catch_errors, pick_fields
+from lib.files import read_json, read_jsonl, write_json
+from model import Encoder, EncoderConfig
+from results.show import PLATEAU, draw, join_seeds, leaves_plateau, print_table, show, without_seed
+from tools.probe import db, opr
 
-import finetune  # noqa: E402
-import train  # noqa: E402
-from bench import count  # noqa: E402
-from common import Parser, fcntl, one_line_errors, pick_device, pick_dtype, pick_fields  # noqa: E402
-from common import read_rows as read  # noqa: E402
-from model import Encoder, EncoderConfig  # noqa: E402
-from probe import db, opr, print_table  # noqa: E402
-
-ROWS = ROOT / "results" / "runs.jsonl"
-OUT = "out/results"
+HERE = Path(__file__).parent
+ROWS = HERE / "runs.jsonl"
+OUT = Path("out/results")
 SEEDS = (1337, 1, 2, 3, 4)
-WEB = {"schemes", "recipe", "lengths", "p2", "objectives", "glue", "lab"}  # trained on $TEXT
-PAPERS = {"p0-table-1", "p1-figure-4", "p2-table-1", "p3-table-3"}
-RANGES = (3, 5, 10, 20, 40, 62)  # neighbours that monotonicity and direction balance look at
-KEPT = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
-# --trial: a paper's table at a size for seconds. Of two flags the later one counts.
-TINY = (
-    "--n_layer 1 --d_model 32 --n_head 2 --d_ff 64 --batch_size 4 --grad_accum 1 --warmup 2 "
-    "--tokenizer bpe --keep_every 2"
-)
-TINY_TUNED = "--seeds 1 --limit_train 32 --epochs 1 --lr 1e-3 --length 16"
+WEB = {"schemes", "recipe", "lengths", "taco", "objectives", "glue", "lab"}  # trained on $TEXT
+PAPERS = {"rpp-table-1", "tupe-figure-4", "taco-table-1", "wang-table-3"}
+RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
+ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
 # fmt: off
 GLUE_ROWS = {"mnli": 393e3, "qqp": 364e3, "qnli": 105e3, "sst2": 67e3, "cola": 8.6e3, "stsb": 5.7e3,
              "mrpc": 3.7e3, "rte": 2.5e3, "wnli": 635}
@@ -73,46 +62,46 @@ GLUE_ROWS = {"mnli": 393e3, "qqp": 364e3, "qnli": 105e3, "sst2": 67e3, "cola": 8
 
 
 def read_tables(text):
-    """tables.txt -> {table: {run: (flags of train.py, fine-tuned)}}. It says how it is read."""
-    tables, short = {}, {}
+    """tables.txt -> {table: {run: (flags of train.py, fine-tuning)}}. Its header explains it."""
+    tables, abbreviations = {}, {}
     for line in text.splitlines():
-        for name, meaning in short.items():
+        for name, meaning in abbreviations.items():
             line = line.replace(name, meaning)
         if line.startswith("#") or not line:
             continue
         if "|" not in line:
             name, _, meaning = line.partition(" = ")
-            short[name] = meaning
+            abbreviations[name] = meaning
             continue
-        table, names, seeds, flags, *tuned = [part.strip() for part in line.split("|")]
+        table, names, n_seeds, flags, *tuned = [part.strip() for part in line.split("|")]
         before, _, rest = names.partition("{")
         choices, _, after = rest.partition("}")
         for choice in choices.split(","):
             name, chosen = before + choice + after, flags.replace("{}", choice)
             runs = {name: chosen}
-            if int(seeds):
+            if int(n_seeds):
                 runs = {
                     f"{name}-s{seed}": f"{chosen.replace('SEED', str(seed))} --seed {seed}"
-                    for seed in SEEDS[: int(seeds)]
+                    for seed in SEEDS[: int(n_seeds)]
                 }
-            for run, its_flags in runs.items():
-                tables.setdefault(table, {})[run] = its_flags, "".join(tuned)
+            for run, run_flags in runs.items():
+                tables.setdefault(table, {})[run] = run_flags, "".join(tuned)
     return tables
 
 
-TABLES = read_tables((ROOT / "results" / "tables.txt").read_text())
+TABLES = read_tables((HERE / "tables.txt").read_text())
 
 
 def find(name):
-    """-> the first table that holds a run, and the run's flags of train.py: they count."""
+    """-> the first table that has a run, and the run's flags of train.py there, which count."""
     for table, runs in TABLES.items():
         if name in runs:
             return table, runs[name][0]
     raise ValueError(f"no run {name} in results/tables.txt")
 
 
-def plan(tuned, steps):
-    """'mnli cola: --seeds 5 @ .1 1; ..' -> task, flags, share and step of the run, of each."""
+def fine_tunings(tuned, steps):
+    """'mnli cola: --seeds 5 @ .1 1; ...' -> (task, flags, share, step of the run) for each."""
     for part in filter(None, tuned.split(";")):
         tasks, _, flags = part.partition(":")
         flags, _, shares = flags.partition("@")
@@ -121,185 +110,162 @@ def plan(tuned, steps):
                 yield task, flags.strip(), share, round(float(share) * steps)
 
 
-def commands(table, name, settings):
-    """{part of a row: command}, as one types them."""
+def commands(table, name, root=OUT):
+    """-> {part of a row: command}, as one would type them. root: the folder of the runs."""
     home, flags = find(name)
-    out = f"{settings.out}/{name}"
-    tuned, steps = TABLES[table][name][1], 0
-    if tuned or settings.trial:
-        steps = train.parse_args(shlex.split(flags)).steps
+    out, tuned = root / name, TABLES[table][name][1]
     if home in WEB:
         flags += ' --dataset "$TEXT" --tokenizer bpe'
-    if settings.trial:
-        steps = min(steps, 20)
-        length = 16 if "--block_size 128" in flags else 32  # P3 trains at two
-        text = shlex.quote(settings.trial)
-        flags += f" {TINY} --steps {steps} --block_size {length} --dataset {text}"
-    flags = flags.replace(OUT, settings.out)
-    made = {"train": f"python train.py {flags} --resume --out_dir {out}"}
-    if tuned or table not in PAPERS:  # else others start from it, that is all
-        made["probe"] = f"python probe.py --ckpt {out}"
-    if "--keep_every 500 " in flags:
-        made["dynamics"] = f"python probe.py --dynamics {out}"
+    parts = {"train": f"python train.py {flags} --resume --out_dir {out}"}
+    if tuned or table not in PAPERS:  # else the run only serves as the start of others
+        parts["probe"] = f"python -m tools.probe --ckpt {out}"
+    if "--keep_every 500 " in f"{flags} ":
+        parts["dynamics"] = f"python -m tools.probe --dynamics {out}"
     if table == "lengths":
-        made["lengths"] = f"python probe.py --ckpt {out} --lengths 128,256,512"
-    judged = table in ("recipe", "schemes", "objectives") and "-tc-" not in name
-    if judged and "BLIMP" in os.environ:  # tc alone cannot say what is likelier
-        made["blimp"] = f'python probe.py --ckpt {out} --blimp "$BLIMP"'
-    for task, given, share, step in plan(tuned, steps):
+        parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths 128,256,512"
+    scored = table in ("recipe", "schemes", "objectives") and "-tc-" not in name
+    if scored and "BLIMP" in os.environ:  # tc alone has no likelihoods
+        parts["blimp"] = f'python -m tools.blimp --ckpt {out} --pairs "$BLIMP"'
+    steps = train.parse_args(shlex.split(flags)).steps if "@" in tuned else 0
+    for task, given, share, step in fine_tunings(tuned, steps):
         if "GLUE" in os.environ and task != "docs":
             if not Path(os.environ["GLUE"], finetune.TASKS[task].folder).exists():
-                continue  # main has said so
+                continue  # check_data has said so
             given += ' --data_dir "$GLUE"'
-        start, to = (out, out) if share == "1" else (f"{out}/ckpt_{step}.pt", f"{out}/at_{share}")
-        given += f" {TINY_TUNED}" if settings.trial else ""
+        start, to = (out, out) if share == "1" else (out / f"ckpt_{step}.pt", out / f"at_{share}")
         command = f"python finetune.py --task {task} {given} --ckpt {start} --out_dir {to}"
-        made[task if share == "1" else f"{task} at {share}"] = command
-    return made
+        parts[task if share == "1" else f"{task} at {share}"] = command
+    return parts
+
+
+def missing(table, name, row):
+    """-> {part: command} of what a run's row, or None, lacks."""
+    there = row["commands"] if row else {}
+    return {part: x for part, x in commands(table, name).items() if part not in there}
 
 
 def hours(table, name):
-    """-> hours of pre-training and of fine-tuning on a V100, at 30% of its 112 TFLOP/s in fp16 and
-    of its 900 GB/s, whichever takes longer for a part of the step (bench.count)."""
+    """-> hours of pre-training and of fine-tuning on a V100 at 30% of 112 TFLOP/s, by the FLOPs per
+    token of train.py (without heads); a row that is fine-tuned on counts as 64 tokens."""
     flags, tuned = TABLES[table][name]
     args = train.parse_args(shlex.split(flags))
-    shape = pick_fields(EncoderConfig, args, vocab_size=50265, max_len=args.block_size)
-    with torch.device("meta"):  # no memory, no time
-        n = sum(p.numel() for p in Encoder(shape).parameters())
-    step = SimpleNamespace(**vars(args), shape=shape, machine=(None, torch.float16))
-    parts = count(step, n).values()
-    seconds = sum(max(work / (0.3 * 112e12), moved / (0.3 * 900e9)) for work, moved in parts)
-    updates = 0  # rows of 64 tokens, roughly, that are fine-tuned on
-    for task, given, _, _ in plan(tuned, args.steps):
+    cfg = pick_fields(EncoderConfig, args, max_len=args.block_size)
+    with torch.device("meta"):  # no memory
+        cost = train.flops_per_token(SimpleNamespace(encoder=Encoder(cfg)))
+    tokens = args.steps * args.grad_accum * args.batch_size * args.block_size
+    rows = 0
+    for task, given, _, _ in fine_tunings(tuned, args.steps):
         given = finetune.parse_args(["--task", task, *shlex.split(given)])
-        chosen = finetune.settings(given, task, vars(shape))
-        updates += GLUE_ROWS[task] * chosen.epochs * len(chosen.lr) * given.seeds
-    work = 6 * (n - shape.vocab_size * shape.d_model) * 64 * updates
-    return args.steps * args.grad_accum * seconds / 3600, work / (0.3 * 112e12) / 3600
+        chosen = finetune.settings(given, task, vars(cfg))
+        rows += GLUE_ROWS[task] * chosen.epochs * len(chosen.lr) * given.seeds
+    return np.array([tokens, 64.0 * rows]) * cost / (0.3 * 112e12) / 3600
 
 
 # --------------------------------------------------------------------------------------------------
 # Running it
 
 
-@contextmanager
-def locked(file, wait=True):
-    """Hold a lock while the block lasts -> is it ours? wait: until it is."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a") as handle:
-        ours = True
-        if fcntl:  # Windows has none
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                ours = False
-        yield ours
-
-
-def rows_of(settings):
-    """{run: its row}, the last one of a name."""
-    return {row["run"]: row for row in read(settings.rows)}
+def all_rows():
+    return {row["run"]: row for row in read_jsonl(ROWS)}
 
 
 def call(command, folder):
-    """Run a command in the project's root; what it prints goes to the run's own log."""
+    """Run a command with this Python; its output is appended to the folder's run.log. Raises
+    RunFailed."""
     print(command, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = command.replace("python", shlex.quote(sys.executable), 1)
     with open(folder / "run.log", "a") as log:
-        code = subprocess.run(command, shell=True, cwd=ROOT, stdout=log, stderr=log).returncode
+        code = subprocess.run(command, shell=True, stdout=log, stderr=log).returncode
     if code in (-2, 130):
         raise KeyboardInterrupt
     if code:
         why = (folder / "run.log").read_text().strip().rpartition("\n")[2]
-        raise RuntimeError(f"{folder.name} ended with {code}: {why}")
+        raise RunFailed(f"{folder.name} ended with {code}: {why}")
 
 
-def trained(folder, command):
-    """Did a run come to its end here? Raises ValueError if it came from other flags."""
-    if not (folder / "ckpt.pt").exists():
-        return False
-    first, *lines = read(folder / "log.jsonl")
-    wanted = vars(train.parse_args(shlex.split(command)[2:]))
-    wanted = json.loads(json.dumps(wanted, default=str))  # as the log has it
-    for flag in wanted.keys() - train.FREE_FLAGS - {"dataset", "given"}:
-        there = first["args"].get(flag, wanted[flag])
-        if there != wanted[flag]:
-            raise ValueError(f"{folder} has --{flag} {there}, not {wanted[flag]}: move it away")
-    return bool(lines) and lines[-1]["step"] == wanted["steps"]
-
-
-def ensure_trained(table, name, settings):
-    """Train a run that is not there, after those that it starts from."""
-    folder = ROOT / settings.out / name
-    command = commands(table, name, settings)["train"] + settings.more
-    if trained(folder, command):
-        return
-    for start in re.findall(rf"--init_\w+ {settings.out}/(\S+)", command):
-        with locked(ROOT / settings.out / start / "row.lock"):
-            ensure_trained(find(start)[0], start, settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    call(command, folder)
-
-
-def make_row(table, name, settings):
-    """Do what a row lacks, then write it. What is done is noted, and not done again."""
-    row, made = rows_of(settings).get(name, {}), commands(table, name, settings)
-    lacking = {part: x for part, x in made.items() if row.get("commands", {}).get(part) != x}
-    if row:  # another table's flags for a run of this name: the same run
-        lacking.pop("train", None)
-    if not lacking:
-        return
-    folder = ROOT / settings.out / name
-    log = read(folder / "log.jsonl")
-    if row and (not log or log[-1].get("val_loss") != row["val_loss"]):
-        print(f"{name}: its row lacks {', '.join(lacking)} and its weights are gone: made anew")
-        row, lacking = {}, made
-    ensure_trained(table, name, settings)
+def run_parts(folder, parts):
+    """Run {part: command}, except for what the folder's done.json says is done there."""
     notes = folder / "done.json"
-    done = json.loads(notes.read_text()) if notes.exists() else {}
-    for part, command in lacking.items():
-        if part != "train" and done.get(part) != command:
+    done = read_json(notes) if notes.exists() else {}
+    for part, command in parts.items():
+        if done.get(part) != command:
             call(command, folder)
             done[part] = command
-            notes.write_text(json.dumps(done))
-    row |= {"run": name, "commands": row.get("commands", {}) | lacking} | collect(folder)
-    with locked(folder.parent / "rows.lock"), open(settings.rows, "a") as handle:
+            write_json(notes, done)
+
+
+def train_run(name, more, root=OUT):
+    """Train a run, after those that it is initialized from. A run that is there is resumed, or
+    refused by train.py if it came from other flags."""
+    command = commands(find(name)[0], name, root)["train"] + more
+    for start in re.findall(rf"--init_\w+ {OUT}/(\S+)", command):
+        train_run(start, more)
+    run_parts(root / name, {"train": command})
+
+
+def make_row(table, name, more):
+    """Run what a run's row lacks, then append the row. more: flags for train.py."""
+    row = all_rows().get(name)
+    parts = missing(table, name, row)
+    if not parts:
+        return
+    log = read_jsonl(OUT / name / "log.jsonl")
+    if row and (not log or log[-1].get("val_loss") != row["val_loss"]):
+        print(
+            f"{name}: not done: {', '.join(parts)}. The weights of its row are not here; "
+            "to make it again, delete its line of results/runs.jsonl"
+        )
+        return
+    train_run(name, more)
+    parts.pop("train", None)
+    run_parts(OUT / name, parts)
+    there = row["commands"] if row else {}
+    row = {"run": name, "commands": there | commands(table, name)} | collect(OUT / name)
+    with open(ROWS, "a") as handle:
         handle.write(json.dumps(row) + "\n")
 
 
 def curve(lines, *keys):
-    """-> [[step, value], ..] of the lines that have one of the keys, by the first they have."""
-    found = []
+    """-> [[step, value], ...] of the lines that have one of the keys; the first one counts."""
+    points = []
     for line in lines:
         values = [line[key] for key in keys if key in line]
-        found += [[line["step"], round(x, 4)] for x in values[:1]]
-    return found
+        points += [[line["step"], round(x, 4)] for x in values[:1]]
+    return points
 
 
-def machine(args):
-    """What a figure may depend on."""
-    device, info = pick_device(args["device"]), Path("/proc/cpuinfo")
+def machine(precision):
+    """What a figure may depend on. precision: [kind of device, dtype]."""
+    info = Path("/proc/cpuinfo")
     name = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
     processor = name[1] if name else platform.processor()
     return {
-        "processor": torch.cuda.get_device_name() if device.type == "cuda" else processor,
+        "processor": torch.cuda.get_device_name() if precision[0] == "cuda" else processor,
         "threads": torch.get_num_threads(),
-        "dtype": str(pick_dtype(device, args["dtype"])[0]).removeprefix("torch."),
+        "dtype": precision[1],
         "torch": str(torch.__version__),
     }
 
 
 def collect(folder):
-    """What came out, from the files of a run's folder. No path of the machine."""
-    first, *lines = read(folder / "log.jsonl")
+    """The files of a finished run -> its row, without the commands. It contains no path."""
+    first, *lines = read_jsonl(folder / "log.jsonl")
     args, last = first["args"], lines[-1]
-    row = {"git": first["git"], "machine": machine(args), "baselines": first["baselines"]}
-    row["args"] = {key: args.get(key) for key in KEPT}
+    row = {
+        "git": first["git"],
+        "machine": machine(first["precision"]),
+        "baselines": first["baselines"],
+    }
+    row["args"] = {key: args.get(key) for key in ARGS}
     row["curve"], row["val_curve"] = curve(lines, "loss"), curve(lines, "val_mlm", "val_loss")
     row["minutes"] = statistics.median(x["ms_per_step"] for x in lines) * last["step"] / 6e4
     row |= {key: value for key, value in last.items() if key.startswith("val_")}
-    for file in folder.glob("*/probe.json"):  # of probe, blimp, lengths, dynamics
-        found = json.loads(file.read_text())
-        row |= {key: found[key] for key in ("words", "mlm", "blimp", "lengths") if key in found}
+    for file in folder.glob("*/*.json"):  # of probe, dynamics, blimp and lengths
+        found = read_json(file)
+        row |= {key: found[key] for key in ("words", "mlm", "lengths") if key in found}
+        if file.name == "blimp.json":
+            row["blimp"] = found
         if "map" in found:
             A = np.array(found["map"])[1:-1, 1:-1]  # without [CLS] and [SEP]
             row["indicators"] = found["indicators"]["without_specials"]
@@ -309,10 +275,9 @@ def collect(folder):
     row["scores"], row["collapsed"] = {}, []
     results = {}
     for file in [folder / "results.jsonl", *folder.glob("at_*/results.jsonl")]:
-        for x in read(file):  # a task that was stopped has some twice
+        for x in read_jsonl(file):  # a task that was interrupted has some twice
             results[x["task"], x["step"], x["lr"], x["seed"]] = x
-    best = finetune.best_runs(results.values(), statistics.median)  # the best rate counts (P1)
-    for (_, task), runs in best.items():
+    for (_, task), runs in finetune.best_runs(results.values(), statistics.median).items():
         share = runs[0]["step"] / last["step"]
         at = f" at {share:g}" if share < 1 else ""
         for metric in runs[0]["metrics"]:
@@ -321,113 +286,97 @@ def collect(folder):
     return row
 
 
-def run_first(settings):
-    """`first`: a class's own runs of docs' schemes, kept apart, beside the rows that are here."""
-    ours, lines, began = rows_of(settings), [], time.time()
-    settings.out = "out/first"
-    for name in [f"{stem(name)}-s1337" for name in TABLES["docs"] if name.endswith("-s2")]:
-        ensure_trained("docs", name, settings)
-        log = read(ROOT / settings.out / name / "log.jsonl")[1:]
+def run_first(more):
+    """`first`: train the reader's own twelve schemes, and print them beside our rows."""
+    ours, lines, root = all_rows(), [], Path("out/first")
+    for name in [without_seed(name) for name in TABLES["docs"] if name.endswith("-s2")]:
+        train_run(f"{name}-s1337", more, root)
+        log = read_jsonl(root / f"{name}-s1337" / "log.jsonl")[1:]
         own = {"args": {"objective": "mlm"}, "curve": curve(log, "loss"), "commands": {"train": ""}}
-        rows = [row for run, row in ours.items() if stem(run) == stem(name)]
-        lines.append(
-            {
-                "scheme": stem(name).removeprefix("docs-"),
-                "loss": f"{log[-1]['val_loss']:.3f}",
-                "loss here": ", ".join(f"{row['val_loss']:.3f}" for row in rows),
-                f"below {PLATEAU['docs']} at step": leaves(own),
-                "at step here": together(map(leaves, rows)),
-            }
-        )
-        print(f"{lines[-1]['scheme']}: {lines[-1]['loss']}")
+        rows = [row for run, row in ours.items() if without_seed(run) == name]
+        line = {
+            "scheme": name.removeprefix("docs-"),
+            "loss": f"{log[-1]['val_loss']:.3f}",
+            "our loss": join_seeds(row["val_loss"] for row in rows),
+            f"below {PLATEAU['docs']} at step": leaves_plateau(own),
+            "ours": join_seeds(map(leaves_plateau, rows)),
+        }
+        lines.append(line)
+        print(f"{line['scheme']}: {line['loss']}")
     print()
     print_table(sorted(lines, key=lambda line: float(line["loss"])))
-    call(f"python probe.py --runs '{settings.out}/docs-*'", ROOT / settings.out)
-    print(
-        f"\n{(time.time() - began) / 60:.0f} minutes; a map of each: {settings.out}/probe/maps.png"
-    )
+    call(f"python -m tools.probe --runs '{root}/docs-*' --out_dir {root}/probe", root)
+    print(f"\nattention maps of all of them: {root}/probe/maps.png")
 
 
 # --------------------------------------------------------------------------------------------------
+# The program
 
 
-def announce(wanted, settings):
-    """Say what is left out, and how long a paper's table takes. Raises ValueError where the
-    environment lacks something."""
-    tasks = set()
-    for table, name in wanted:
-        tasks |= {task for task, *_ in plan(TABLES[table][name][1], 1)} & {*finetune.GLUE}
+def check_data(wanted):
+    """Print which tasks are left out, and how long a paper's table takes. wanted: (table, run)
+    pairs. Raises ValueError if an environment variable is missing."""
+    tasks = {x[0] for table, name in wanted for x in fine_tunings(TABLES[table][name][1], 1)}
+    tasks.discard("docs")
     of_papers = [pair for pair in wanted if pair[0] in PAPERS]
-    needed = ["TEXT"] * any(find(name)[0] in WEB for _, name in wanted)
-    needed += ["GLUE"] * bool(tasks and len(of_papers) < len(wanted))
-    for name in needed:
-        if name not in os.environ:
-            raise ValueError(f"this needs ${name}: see python results/run.py --help")
-    if settings.trial and len(of_papers) < len(wanted):
-        raise ValueError(f"--trial is for {', '.join(sorted(PAPERS))}")
+    needed = {"TEXT": any(find(name)[0] in WEB for _, name in wanted)}
+    needed["GLUE"] = tasks and len(of_papers) < len(wanted)
+    for variable in needed:
+        if needed[variable] and variable not in os.environ:
+            raise ValueError(f"this needs ${variable}: see python -m results.run --help")
     for task in sorted(tasks) if "GLUE" in os.environ else ():
         if not Path(os.environ["GLUE"], folder := finetune.TASKS[task].folder).exists():
             print(f"{task}: no {folder} in $GLUE, left out")
+    total = np.zeros(2)
+    for pair in of_papers:
+        each = hours(*pair)
+        total += each
+        print(f"{pair[1]:24} {each[0]:8.1f} + {each[1]:6.1f} hours")
     if of_papers:
-        each = [hours(*pair) for pair in of_papers]
-        for (_, name), (before, after) in zip(of_papers, each):
-            print(f"{name:24} {before:8.1f} + {after:6.1f} hours")
-        before, after = np.sum(each, axis=0)
         print(
-            f"{before:,.0f} hours of a V100 to pre-train and {after:,.0f} to fine-tune at 30% of "
-            "112 TFLOP/s (fp16) and of 900 GB/s; small models, whose kernels are short, take longer"
+            f"{total[0]:,.0f} hours of pre-training and {total[1]:,.0f} of fine-tuning on a V100 "
+            "at 30% of its peak, heads not counted; small models, whose kernels are short, take "
+            "longer"
         )
 
 
 def main(argv=None):
-    parser = Parser("results/run.py", __doc__)
+    parser = Parser("-m results.run", __doc__)
     parser.add_argument("names", nargs="*", help=f"first, {', '.join(TABLES)}, or runs of these")
-    parser.add_argument("--workers", type=int, default=1, help="runs at once (default: 1)")
-    parser.add_argument("--draw", action="store_true", help="pictures of what has been run")
-    parser.add_argument(
-        "--trial", default="", metavar="TEXT", help="papers' tables, tiny: see above"
-    )
-    settings, more = parser.parse_known_args(argv)
-    settings.more = "".join(f" {shlex.quote(flag)}" for flag in more)
-    settings.out, settings.rows = OUT, ROWS
-    if settings.trial:
-        settings.out, settings.rows = "out/trial", ROOT / "out/trial/runs.jsonl"
-    asked, failed = {*settings.names}, []
-    with one_line_errors():
-        wanted, known = [], {"first"}
+    parser.add_argument("--draw", action="store_true", help="draw the figures of docs/figures")
+    with catch_errors() as status:
+        args, more = parser.parse_known_args(argv)
+        more = "".join(f" {shlex.quote(flag)}" for flag in more)
+        asked, wanted, known = {*args.names}, [], {"first"}
         for table, runs in TABLES.items():
             for name in runs:
-                if asked & (called := {table, name, stem(name)}):
+                if asked & (called := {table, name, without_seed(name)}):
                     wanted.append((table, name))
                     known |= called
-        if unknown := asked - known:
-            raise ValueError(f"no table or run {', '.join(sorted(unknown))}: see --help")
-        announce(wanted, settings)
-        again = [sys.executable, __file__, *(x for x in argv or sys.argv[1:] if x != "first")]
-        again += ["--workers", "1"]
-        others = [
-            subprocess.Popen(again, stdout=subprocess.DEVNULL) for _ in range(settings.workers - 1)
-        ]
+        if asked - known:
+            unknown = ", ".join(sorted(asked - known))
+            raise ValueError(f"no table or run {unknown}: see python -m results.run --help")
+        check_data(wanted)
+        status.running = True
+        failed = []
         for table, name in wanted:
-            with locked(ROOT / settings.out / name / "row.lock", wait=False) as ours:
-                try:
-                    if ours:  # else another worker is at it
-                        make_row(table, name, settings)
-                except RuntimeError as error:  # the others go on
-                    print(f"error: {error}", file=sys.stderr)
-                    failed.append(name)
-        failed += [other for other in others if other.wait()]
+            try:
+                make_row(table, name, more)
+            except RunFailed as error:  # the other runs do not depend on it
+                failed.append(str(error))
+                print(f"failed: {error}", flush=True)
         if "first" in asked:
-            run_first(settings)
-        else:
-            rows = rows_of(settings)
-            for table, runs in TABLES.items():
-                if not asked or {name for t, name in wanted if t == table}:
-                    show(table, runs, rows)
-            if settings.draw:
-                draw(ROOT / "results", TABLES, rows)
-    sys.exit(1 if failed else 0)
+            run_first(more)
+        rows = all_rows()
+        for table, runs in TABLES.items():
+            if not asked or table in {table for table, _ in wanted}:
+                show(table, runs, rows)
+        if failed:
+            raise RunFailed(f"{len(failed)} runs failed; the last one: {failed[-1]}")
+        if args.draw:
+            race = read_json(HERE / "bench-race.json", rows=list)["rows"]
+            draw(HERE.parent / "docs" / "figures", TABLES, rows, race)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

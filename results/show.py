@@ -1,45 +1,45 @@
-"""What run.py prints of the rows, and the pictures that it draws of them."""
+"""Prints the tables of results/runs.jsonl, and draws the figures."""
 
-import itertools
-import json
 import re
 import statistics
 
 import numpy as np
 import pandas
 
-from finetune import RECIPES, paper_averages
+from lib.glue import paper_averages
 from model import Encoder, EncoderConfig
-from probe import print_table
 
-# The training loss below which order is used: who sees none ends at 6.3, on docs at 5.7.
+# A training loss below this means that token order is used: a model without positions ends a demo
+# run above it.
 PLATEAU = {"docs": 5.5, "web": 6.2}
-# What the papers' tables have: the mean over GLUE, but for P0.
+# Recipes whose papers report the mean over fine-tuning seeds; the others report the median.
+MEAN = {"taco", "bert"}
+# What the papers' tables report: RPP MNLI, CoLA and QNLI; the others the mean over GLUE.
 # fmt: off
 PUBLISHED = {
-    "p0-mlm": "mnli .597, cola .614, qnli .666", "p0-pmlm": ".612, .618, .642",
-    "p0-pplm": ".626, .617, .673", "p0-pplm_some": ".590, .618, .631",
-    "p0-pplm_binary": ".595, .607, .634", "p1-abs": ".835", "p1-abs+t5": ".837",
-    "p1-tupe_a": ".835 at .3, .845", "p1-tupe_r": ".838 at .3, .849", "p2-mlm": ".750",
-    "p2-taco": ".749 at .2, .762", "p3-none": ".766", "p3-abs": ".822", "p3-sin": ".805",
-    "p3-lsin": ".806", "p3-rel": ".817", "p3-rsin": ".818", "p3-rlsin": ".822",
-    "p3-abs+rel": ".818", "p3-abs+rsin": ".815", "p3-abs+rlsin": ".825", "p3-lsin+rel": ".808",
-    "p3-lsin+rsin": ".813", "p3-lsin+rlsin": ".814",
+    "rpp-mlm": "mnli .597, cola .614, qnli .666", "rpp-pmlm": ".612, .618, .642",
+    "rpp-pplm": ".626, .617, .673", "rpp-pplm_some": ".590, .618, .631",
+    "rpp-pplm_binary": ".595, .607, .634", "tupe-abs": ".835", "tupe-abs+t5": ".837",
+    "tupe-tupe_a": ".835 at .3, .845", "tupe-tupe_r": ".838 at .3, .849", "taco-mlm": ".750",
+    "taco-taco": ".749 at .2, .762", "wang-none": ".766", "wang-abs": ".822", "wang-sin": ".805",
+    "wang-lsin": ".806", "wang-rel": ".817", "wang-rsin": ".818", "wang-rlsin": ".822",
+    "wang-abs+rel": ".818", "wang-abs+rsin": ".815", "wang-abs+rlsin": ".825",
+    "wang-lsin+rel": ".808", "wang-lsin+rsin": ".813", "wang-lsin+rlsin": ".814",
 }
 # fmt: on
 
 
 # --------------------------------------------------------------------------------------------------
-# Columns: row -> number, text, or None where it is not known
+# Columns: a row of runs.jsonl -> a number, a text, or None if unknown
 
 
 def loss(row):
-    """Validation loss of the objective; of a sum: of its last part."""
+    """Validation loss of the objective; of the last one in a sum."""
     return row.get(f"val_{row['args']['objective'].split('+')[-1]}", row["val_loss"])
 
 
-def leaves(row):
-    """The step at which mlm's training loss has left the plateau."""
+def leaves_plateau(row):
+    """The first step at which the training loss of mlm is below the plateau."""
     if row["args"]["objective"] != "mlm":
         return None
     level = PLATEAU["web" if "$TEXT" in row["commands"]["train"] else "docs"]
@@ -47,37 +47,37 @@ def leaves(row):
     return f"{steps[0]:,}" if steps else "never"
 
 
-def loss_after(row, share):
-    """Validation loss after this share of the steps, where there was a validation."""
-    return dict(row["val_curve"]).get(round(share * row["args"]["steps"]))
-
-
-def parameters(row):
-    """The scheme's own."""
-    config = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
-    return f"{sum(p.numel() for p in Encoder(config).pe.parameters()):,}"
+def scheme_parameters(row):
+    """Without those of the pair head, which is layer n_layer."""
+    cfg = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
+    named, pair_head = Encoder(cfg).scheme.named_parameters(), f".layers.{cfg.n_layer}."
+    return f"{sum(p.numel() for name, p in named if pair_head not in name):,}"
 
 
 def all_pairs(row):
-    """The share of all minimal pairs; none where order-only ones alone were judged."""
+    """Accuracy on all minimal pairs; None if only the order-only ones were scored."""
     found = row.get("blimp")
     if found and round(found["mean"] - found["order_only"], 9):
         return found["mean"]
     return None
 
 
+def copy_baseline(row):
+    return row["baselines"].get("copy", row["baselines"].get("pplm.copy"))
+
+
 COLUMNS = {
-    "own parameters": parameters,
+    "scheme parameters": scheme_parameters,
     "loss": loss,
-    # Fresh text: a rate that is chosen by it is chosen on documents to train on.
+    # On text seen once: a learning rate chosen by it is chosen on training documents.
     "last 200 steps": lambda row: statistics.mean(value for _, value in row["curve"][-2:]),
     "mlm loss": lambda row: row.get("val_mlm"),
-    "on true positions": lambda row: row.get("mlm"),
-    "copy": lambda row: row["baselines"].get("copy", row["baselines"].get("pplm.copy")),
-    "random words": lambda row: row["words"]["random"],
-    "other order": lambda row: row["words"]["shuffled"],
+    "at true positions": lambda row: row.get("mlm"),
+    "copy": copy_baseline,
+    "random tokens": lambda row: row["words"]["random"],
+    "shuffled tokens": lambda row: row["words"]["shuffled"],
     "AUC": lambda row: row["words"]["auc"],
-    "leaves at step": leaves,
+    "leaves plateau at": leaves_plateau,
     "AIV": lambda row: row["indicators"].get("aiv"),
     "OPR": lambda row: row["indicators"].get("opr"),
     "BLiMP": all_pairs,
@@ -86,18 +86,18 @@ COLUMNS = {
     "published": lambda row: PUBLISHED.get(row["run"]),
     "minutes": lambda row: f"{row['minutes']:.0f}",
 }
-READS = "loss|mlm loss|on true positions|copy|random words|other order|AUC"
+TOKENS = "loss|mlm loss|at true positions|copy|random tokens|shuffled tokens|AUC"
 SHOWN = {
-    "docs": "loss|leaves at step|AIV|minutes",
-    "schemes": "own parameters|loss|leaves at step|AIV|OPR|BLiMP|order-only",
-    "recipe": "loss|last 200 steps|leaves at step|AIV|order-only",
-    "reading": READS,
-    "plateau": f"{READS}|AIV",
+    "docs": "loss|leaves plateau at|AIV|minutes",
+    "schemes": "scheme parameters|loss|leaves plateau at|AIV|OPR|BLiMP|order-only",
+    "recipe": "loss|last 200 steps|leaves plateau at|AIV|order-only",
+    "pplm": TOKENS,
+    "plateau": f"{TOKENS}|AIV",
     "lengths": "loss",
-    "objectives": "mlm loss|on true positions|loss|random words|contextual score|BLiMP|order-only",
-    "p2": "mlm loss|loss|minutes",
-    "worth": "mlm loss|loss",
-    "lab": f"{READS}|AIV",
+    "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|BLiMP|order-only",
+    "taco": "mlm loss|loss|minutes",
+    "docs-task": "mlm loss|loss",
+    "lab": f"{TOKENS}|AIV",
 }
 
 
@@ -105,114 +105,116 @@ SHOWN = {
 # Tables
 
 
-def stem(name):
-    """The name of a run without its seed."""
+def without_seed(name):
     return re.sub(r"-s\d+$", "", name)
 
 
-def text(x):
-    return "-" if x in (None, "") else f"{x:.3f}" if isinstance(x, float) else str(x)
+def join_seeds(values):
+    """Values of several seeds -> one text: a single value if all are equal, "" if none is known."""
+    texts = []
+    for x in values:
+        known = x is not None and x != ""
+        texts.append((f"{x:.3f}" if isinstance(x, float) else str(x)) if known else "-")
+    unique = set(texts)
+    return "" if unique == {"-"} else texts[0] if len(unique) == 1 else ", ".join(texts)
 
 
-def together(values):
-    """Of several seeds -> text: one where all are the same, none where none is known."""
-    values = list(map(text, values))
-    return "" if {*values} == {"-"} else values[0] if len({*values}) == 1 else ", ".join(values)
+def print_table(lines):
+    """Print dicts of texts as a Markdown table, without columns that are empty."""
+    columns = []
+    for key in dict.fromkeys(key for line in lines for key in line):
+        cells = [line.get(key, "") for line in lines]
+        if any(cells):
+            width = max(map(len, [key, *cells]))
+            columns.append([cell.ljust(width) for cell in (key, "-" * width, *cells)])
+    for line in zip(*columns):
+        print(f"| {' | '.join(line)} |")
 
 
-def keys_of(rows, name):
-    """The keys of rows' dictionaries of this name, each once, in order."""
-    found = {}
-    for row in rows:
-        found |= row[name]
-    return list(found)
-
-
-def scores(runs, recipe, share=""):
-    """-> {metric: 'median (min - max); of the next run'}, of models fine-tuned after this share of
-    the steps; the mean where the recipe's paper takes that."""
-    middle, found, first = getattr(statistics, RECIPES[recipe]["aggregate"]), {}, {}
-    for key in keys_of(runs, "scores"):
+def scores(rows, recipe, share=""):
+    """-> {metric: "median (min - max); the same of the next pre-training seed"} of models that were
+    fine-tuned after this share of the steps."""
+    middle = statistics.mean if recipe in MEAN else statistics.median
+    found, first = {}, {}
+    for key in dict.fromkeys(key for row in rows for key in row["scores"]):
         metric, _, at = key.partition(" at ")
-        known = [row["scores"][key] for row in runs if key in row["scores"]]
         if at == share:
+            known = [row["scores"][key] for row in rows if key in row["scores"]]
             first[tuple(metric.split())] = middle(known[0])
-            found[metric] = "; ".join(map(spread, map(middle, known), known))
-    for paper, mean in paper_averages(first).items():  # over GLUE, as each takes it
-        if isinstance(mean, float):
-            found[f"{paper}'s mean"] = f"{mean:.3f}"
+            texts = []
+            for x in known:
+                spread = f" ({min(x):.3f} - {max(x):.3f})" if len(x) > 1 else ""
+                texts.append(f"{middle(x):.3f}{spread}")
+            found[metric] = "; ".join(texts)
+    for paper, mean in paper_averages(first).items():
+        if isinstance(mean, float):  # else a list of the tasks that are missing
+            found[f"{paper}'s average"] = f"{mean:.3f}"
     return found
 
 
-def spread(value, values):
-    return f"{value:.3f}" + (f" ({min(values):.3f} - {max(values):.3f})" if values[1:] else "")
-
-
-def lines_of(table, runs, rows):
-    """A line for all seeds of a run -> dicts of texts; runs: {name: (flags, fine-tuned)}."""
-    groups, found = {}, []
+def table_lines(table, runs, rows):
+    """One dict of texts per run, all seeds together. runs: {name: (flags, fine-tuning)}."""
+    groups, lines = {}, []
     for name in runs:
         if name in rows:
-            groups.setdefault(stem(name), []).append(rows[name])
+            groups.setdefault(without_seed(name), []).append(rows[name])
     for name, group in groups.items():
         line = {"run": name, "seeds": ", ".join(str(row["args"]["seed"]) for row in group)}
         for column in SHOWN.get(table, "loss|published").split("|"):
-            line[column] = together(map(COLUMNS[column], group))
+            line[column] = join_seeds(map(COLUMNS[column], group))
         for length in group[0].get("lengths", ()) if table == "lengths" else ():
-            line[length] = together(row.get("lengths", {}).get(length) for row in group)
+            line[length] = join_seeds(row.get("lengths", {}).get(length) for row in group)
         tuned = runs[group[0]["run"]][1]
         if tuned:
-            recipe = re.search(r"--recipe (\w+)|$", tuned)[1] or "electra"
-            for share in tuned.partition("@")[2].split()[:-1]:  # before the end: P1, fig 4
-                under_way = [loss_after(row, float(share)) for row in group]
-                early = line | {"run": f"{name} at {share}", "loss": together(under_way)}
-                found.append(early | scores(group, recipe, f"{float(share):g}"))
+            recipe = re.search(r"--recipe (\w+)|$", tuned)[1]
+            for share in tuned.partition("@")[2].split()[:-1]:  # before the end: TUPE, figure 4
+                share = float(share)
+                step = round(share * group[0]["args"]["steps"])
+                early = [dict(row["val_curve"]).get(step) for row in group]
+                early = {"run": f"{name} at {share:g}", "loss": join_seeds(early)}
+                lines.append(line | early | scores(group, recipe, f"{share:g}"))
             line |= scores(group, recipe)
-            line["one class"] = ", ".join(itertools.chain(*(row["collapsed"] for row in group)))
-        found.append(line)
-    return found
-
-
-def print_lines(lines):
-    """In Markdown, without empty columns."""
-    frame = pandas.DataFrame(lines).fillna("")
-    print_table(frame.loc[:, (frame != "").any()].to_dict("records"))
+            line["one class"] = ", ".join(sum((row["collapsed"] for row in group), []))
+        lines.append(line)
+    return lines
 
 
 def show(table, runs, rows):
-    """Print a table of what has been run."""
-    lines = lines_of(table, runs, rows)
+    """Print a table, if any of its runs has a row."""
+    lines = table_lines(table, runs, rows)
     if not lines:
         return
     print(f"\n## {table}\n")
-    print_lines(lines)
+    print_table(lines)
     if table == "recipe":
         print(
-            "\nEach scheme at its best rate, by the last 200 training steps, for post and pre-LN\n"
+            "\nEach scheme at its best learning rate, by the last 200 steps, post-LN and pre-LN\n"
         )
-        print_lines(best_recipes(lines))
+        print_table(best_recipes(lines))
     if table == "schemes":
-        print("\nP3's table 5 and fig 5: see show.properties\n")
-        print_lines(properties([rows[name] for name in runs if name in rows]))
+        print("\nWang 2021, table 5 and figure 5 (show.correlations)\n")
+        print_table(correlations([rows[name] for name in runs if name in rows]))
 
 
 def best_recipes(lines):
-    """Of the lines of `recipe`, for each scheme and norm the one whose training loss is lowest."""
+    """For each scheme and norm, the line of `recipe` with the lowest training loss."""
     best = {}
     for line in lines:
         pe, norm, *_ = [*line["run"].split("-"), "post"]
         last = statistics.mean(map(float, line["last 200 steps"].split(", ")))
-        if not line["run"].endswith("12000"):
-            best[pe, norm] = min(
-                best.get((pe, norm), (last, line)), (last, line), key=lambda x: x[0]
-            )
+        if not line["run"].endswith("12000") and last < best.get((pe, norm), (np.inf,))[0]:
+            best[pe, norm] = last, line
     return [line for _, line in best.values()]
 
 
-def properties(rows):
-    """P3's table 5 and fig 5 over schemes (means of their seeds), `none` aside: how far a property
-    is violated, among so many neighbours, and minus the loss; positive: better where it is
-    violated. Pearson's r (95%) and that of ranks; over all, and over those that learned order."""
+def correlations(rows):
+    """Wang 2021's table 5 and figure 5, over schemes instead of tasks.
+
+    How far a property is violated (AIV, SD; OPR and DB among so many neighbors), correlated with
+    minus the loss: Pearson's r with its 95% interval, and the r of ranks. A point is the mean over
+    the seeds of a scheme, without `none`; first all schemes, then those that have learned order (a
+    loss below 6 nats). A positive r means that models that violate the property are better.
+    """
     found = []
     for row in rows:
         run = {"pe": row["args"]["pe"], "loss": -row["val_loss"]}
@@ -224,148 +226,145 @@ def properties(rows):
     lines = {name: {"violated": name} for name in means.columns.drop("loss")}
     for kept in (means, means[means.loss > -6]):
         n = len(kept)
+        pearson, ranks = kept.corr().loss, kept.rank().corr().loss
         for name, line in lines.items():
-            r = kept.corr().loc[name, "loss"]
+            r = pearson[name]
             low, high = np.tanh(np.arctanh(r) + np.array([-1.96, 1.96]) / max(1, n - 3) ** 0.5)
             line[f"r of {n}"] = f"{r:.2f} ({low:.2f} to {high:.2f})"
-            line[f"ranks of {n}"] = f"{kept.rank().corr().loc[name, 'loss']:.2f}"
+            line[f"ranks of {n}"] = f"{ranks[name]:.2f}"
     return [*lines.values()]
 
 
 # --------------------------------------------------------------------------------------------------
-# Pictures
+# Figures (Okabe and Ito's colors, for the color-blind)
 
-
-# At the input blue, by offset orange, untied green; Okabe and Ito's, for the colour-blind.
-CURVES = dict.fromkeys(["abs", "sin"], "#0072B2") | {"none": "#000000"}
-CURVES |= dict.fromkeys(["t5", "rel", "rope"], "#D55E00") | dict.fromkeys(
-    ["tupe_a", "tupe_r"], "#009E73"
-)
-BARS = {
-    "read-pplm-3e-3-s1337": "alone",
-    "read-pplm-30000-s1337": "alone, 30,000 steps:\none seed of three",
-    "read-pplm-5e-4-s1337": "alone, P0's rate",
-    "read-pplm-words-s1337": "alone, on mlm's\nword embeddings",
-    "read-pplm-words-frozen-s1337": "the same, frozen:\none seed of three",
-    "read-pplm-random-frozen-s1337": "on random ones,\nfrozen",
-    "read-pplm-after-mlm-3e-3-s1337": "alone, after mlm",
-    "read-pplm-after-mlm-5e-4-s1337": "alone, after mlm,\nP0's rate",
-    "read-mlm.1-s1337": "beside mlm\nweighted .1",
-    "read-4-heads-s1337": "beside mlm, 4 heads",
-    "read-s1337": "beside mlm",
-    "read-3000": "beside mlm, 3,000 steps",
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # at the input, by offset, untied
+CURVES = {"none": "#000000", "abs": BLUE, "sin": BLUE, "t5": ORANGE, "rel": ORANGE, "rope": ORANGE}
+CURVES |= {"tupe_a": GREEN, "tupe_r": GREEN}
+LARGER = {"lab-abs-mlm-s1337": "abs, larger", "lab-abs-mlm+pplm-s1337": "the same, with pplm"}
+ABLATED = {
+    "pplm-3e-3-s1337": "alone",
+    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of three",
+    "pplm-5e-4-s1337": "alone, RPP's\nlearning rate",
+    "pplm-embeddings-s1337": "alone, on mlm's\nembeddings",
+    "pplm-embeddings-frozen-s1337": "the same, frozen:\none seed of three",
+    "pplm-random-frozen-s1337": "on random ones,\nfrozen",
+    "pplm-after-mlm-3e-3-s1337": "alone, after mlm",
+    "pplm-after-mlm-5e-4-s1337": "alone, after mlm,\nRPP's learning rate",
+    "mlm+pplm-mlm.1-s1337": "with mlm\nweighted .1",
+    "mlm+pplm-4-heads-s1337": "with mlm, 4 heads",
+    "mlm+pplm-s1337": "with mlm",
+    "mlm+pplm-3000": "with mlm, 3,000 steps",
 }
-
-
 ALONE = {
-    "read-pplm-after-mlm-3e-3-s1337": "from a model that guessed words",
-    "read-pplm-30000-s1337": "from nothing",
-    "read-pplm-30000-s1": "another seed",
-    "read-pplm-30000-s2": "a third seed",
+    "pplm-after-mlm-3e-3-s1337": "initialized from an mlm run",
+    "pplm-30000-s1337": "from scratch",
+    "pplm-30000-s1": "second seed",
+    "pplm-30000-s2": "third seed",
 }
+COPY = "copy: the best without using the tokens"
 
 
-def draw(folder, tables, rows):
-    """plateau.png, reading.png, alone.png, lengths.png and race.png, of what has been run."""
-    from matplotlib.figure import Figure  # only pictures need it
+def draw(folder, tables, rows, race):
+    """Draw plateau.png, reading.png, alone.png, lengths.png and race.png into a folder.
 
-    def picture(name, x, y, paint):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.subplots()
-        paint(axes)
+    race: the rows of results/bench-race.json.
+    """
+    from matplotlib.figure import Figure  # only figures need it
+
+    def figure(name, paint, chosen, x, y):
+        picture = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = picture.subplots()
+        paint(axes, chosen)
         axes.set(xlabel=x, ylabel=y)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(folder / name, dpi=110)
+        picture.savefig(folder / name, dpi=110)
 
-    picture("plateau.png", "step", "training loss (nats)", lambda axes: curves(axes, rows))
-    reading = {BARS[name]: rows[name] for name in BARS if name in rows}
-    picture("reading.png", "", "pplm's loss (nats)", lambda axes: worth_of_words(axes, reading))
-    alone = {label: rows[name] for name, label in ALONE.items() if name in rows}
-    picture("alone.png", "step", "pplm's loss (nats)", lambda axes: when_it_reads(axes, alone))
+    def pick(names):
+        return {label: rows[name] for name, label in names.items() if name in rows}
+
+    figure("plateau.png", draw_plateau, rows, "step", "training loss (nats)")
+    figure("reading.png", draw_ablation, pick(ABLATED), "", "loss of pplm (nats)")
+    figure("alone.png", draw_alone, pick(ALONE), "step", "loss of pplm (nats)")
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
-    if long:
-        picture("lengths.png", "tokens a row", "mlm's loss", lambda axes: by_length(axes, long))
-    if (folder / "bench-race.json").exists():
-        learners = json.loads((folder / "bench-race.json").read_text())["rows"]
-        longest = max(row["race"] for row in learners)
-        learners = [row for row in learners if row["race"] == longest]
-        picture("race.png", "minutes", "mlm's loss", lambda axes: by_the_clock(axes, learners))
+    figure("lengths.png", draw_lengths, long, "tokens per sequence", "loss of mlm (nats)")
+    longest = max(row["race"] for row in race)
+    race = [row for row in race if row["race"] == longest and "curve" in row]
+    figure("race.png", draw_race, race, "minutes of training", "loss of mlm (nats)")
 
 
-def label(axes, ends):
-    """Write names at the ends of their curves, {name: (line, (x, y))}, none over another."""
+def label_ends(axes, ends):
+    """Write names at the ends of their curves, {name: (line, (x, y))}, without overlaps."""
     low, high = axes.get_ylim()
     names = sorted(ends, key=lambda name: ends[name][1][1])
     index = 0.045 * (high - low) * np.arange(len(names))
     free = np.array([ends[name][1][1] for name in names]) - index
-    # Pushed up where it would cover the one below, pushed down likewise, and the mean of both.
+    # The mean of two layouts: pushed up where a name would cover the one below, and pushed down.
     up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
-    for name, at in zip(names, index + (up + down) / 2):
+    for name, y in zip(names, index + (up + down) / 2):
         line, (x, _) = ends[name]
         style = dict(textcoords="offset points", va="center", annotation_clip=False)
-        axes.annotate(name, (x, at), (6, 0), color=line.get_color(), **style)
+        axes.annotate(name, (x, y), (6, 0), color=line.get_color(), **style)
     axes.margins(x=0.02)
 
 
-def curves(axes, rows):
-    """When schemes leave the plateau; dashed, on validation text: abs at lab size, and there beside
+def draw_plateau(axes, rows):
+    """Training loss of schemes; dashed, the validation loss of abs at lab size, alone and with
     pplm."""
     ends = {}
     for pe, color in CURVES.items():
         if row := rows.get(f"{pe}-s1337"):
             (line,) = axes.plot(*zip(*row["curve"]), color=color)
             ends[pe] = line, row["curve"][-1]
-    for objective, name in {"mlm": "abs, larger", "mlm+pplm": "the same, with pplm"}.items():
-        if row := rows.get(f"lab-abs-{objective}-s1337"):
-            (line,) = axes.plot(*zip(*row["val_curve"]), "--", color=CURVES["abs"])
+    for run, name in LARGER.items():
+        if row := rows.get(run):
+            (line,) = axes.plot(*zip(*row["val_curve"]), "--", color=BLUE)
             ends[name] = line, row["val_curve"][-1]
-    label(axes, ends)
-    axes.text(700, 7.0, "the plateau: words are counted, their order is hardly used")
+    label_ends(axes, ends)
+    axes.text(700, 7.0, "the plateau: a bag of tokens, whose order is hardly used")
 
 
-def worth_of_words(axes, runs):
-    """pplm's loss with true, random and shuffled words, {name: row}, against the line of `copy`."""
-    for shift, words in enumerate(("true", "random", "shuffled")):
-        heights = [row["words"][words] for row in runs.values()]
-        at = np.arange(len(runs)) + 0.18 * (shift - 1)
-        color = ["#0072B2", "#E69F00", "#CC79A7"][shift]
-        axes.plot(at, heights, "o", ms=9, label=f"{words} words", color=color)
-    line = COLUMNS["copy"](next(iter(runs.values())))
-    axes.axhline(line, color="k", label="copy: the best without reading")
+def draw_ablation(axes, runs):
+    """Loss of pplm with true, random and shuffled tokens, {name: row}, and the copy baseline."""
+    colors = {"true": "#0072B2", "random": "#E69F00", "shuffled": "#CC79A7"}
+    for shift, (tokens, color) in enumerate(colors.items()):
+        heights = [row["words"][tokens] for row in runs.values()]
+        x = np.arange(len(runs)) + 0.18 * (shift - 1)
+        axes.plot(x, heights, "o", ms=9, label=f"{tokens} tokens", color=color)
+    axes.axhline(copy_baseline(next(iter(runs.values()))), color="k", label=COPY)
     axes.set_xticks(range(len(runs)), runs, rotation=35, ha="right")
     axes.set_ylim(1.2, 2.3)
     axes.legend(ncols=2, loc="upper center", frameon=False)
 
 
-def when_it_reads(axes, runs):
-    """pplm's validation loss, {name: row of a run of pplm alone}, against the line of `copy`."""
+def draw_alone(axes, runs):
+    """Validation loss of pplm alone, {name: row}, and the copy baseline."""
     ends = {}
     for name, row in runs.items():
         (line,) = axes.plot(*zip(*row["val_curve"]))
         ends[name] = line, row["val_curve"][-1]
-    level = COLUMNS["copy"](next(iter(runs.values())))
+    level = copy_baseline(next(iter(runs.values())))
     axes.axhline(level, color="k", lw=1)
-    axes.text(5000, level, "copy: the best without reading", va="bottom")
-    label(axes, ends)
+    axes.text(5000, level, COPY, va="bottom")
+    label_ends(axes, ends)
 
 
-def by_length(axes, runs):
-    """mlm's loss on rows of growing length, a line a scheme: the mean of its seeds."""
+def draw_lengths(axes, rows):
+    """Loss of mlm on sequences of growing length, for each scheme the mean of its seeds."""
     ends = {}
-    for pe in dict.fromkeys(row["args"]["pe"] for row in runs):
-        of_pe = [row["lengths"] for row in runs if row["args"]["pe"] == pe]
+    for pe in dict.fromkeys(row["args"]["pe"] for row in rows):
+        of_pe = [row["lengths"] for row in rows if row["args"]["pe"] == pe]
         losses = [statistics.mean(row[n] for row in of_pe) for n in of_pe[0]]
         (line,) = axes.plot([*of_pe[0]], losses, marker="o")
         ends[pe] = line, (len(losses) - 1, losses[-1])
-    label(axes, ends)
+    label_ends(axes, ends)
 
 
-def by_the_clock(axes, rows):
-    """mlm's loss beside the minutes of training, of what bench.py --race wrote; peers dashed."""
+def draw_race(axes, rows):
+    """Loss of mlm over minutes of training; transformers' models are dashed."""
     ends = {}
     for row in rows:
-        if "curve" in row:
-            curve = [(seconds / 60, loss) for seconds, loss in row["curve"]]
-            (line,) = axes.plot(*zip(*curve), "-" if row["name"].startswith("ours") else "--")
-            ends[row["name"].removesuffix("ForMaskedLM")] = line, curve[-1]
-    label(axes, ends)
+        curve = [(seconds / 60, loss) for seconds, loss in row["curve"]]
+        (line,) = axes.plot(*zip(*curve), "-" if row["name"].startswith("ours") else "--")
+        ends[row["name"].removesuffix("ForMaskedLM")] = line, curve[-1]
+    label_ends(axes, ends)

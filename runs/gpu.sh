@@ -1,39 +1,55 @@
 #!/usr/bin/env bash
-# The journey on one GPU: is it fast, does position prediction read at its paper's size, and its paper's table.
+# Everything on one GPU: does it compute the same as a CPU, how fast is it, and RPP's objective at RPP's size. Run runs/laptop.sh first.
 #
-#     bash runs/gpu.sh                # stopped, it goes on where it was
-#     STEPS=60 bash runs/gpu.sh       # a rehearsal: runs of 60 steps, and no table
+#     bash runs/gpu.sh                # after an interruption, the same command resumes
+#     STEPS=60 bash runs/gpu.sh       # a test of this script: runs of 60 steps, and no table
 #
-# runs/laptop.sh comes first. No GPU has been at hand so far: only a first run will tell how long these lines take.
+# This has not been run on a GPU yet, so no times are given.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 more="--resume ${STEPS:+--steps $STEPS}"
+pairs="${STEPS:+--pairs 2}"
+mkdir -p out/gpu
 
-# Packages. Torch's default wheels have no kernels for a V100; for one, this takes the place of torch's line:
+# Packages. Torch's default wheels have no kernels for a V100; for one, replace torch with
 #     pip install --force-reinstall 'torch>=2.10,<2.14' --index-url https://download.pytorch.org/whl/cu126
 if [ -z "${STEPS:-}" ]; then
-    pip install -r requirements.txt
+    pip install -r requirements.txt -r requirements-dev.txt
 fi
 
-# 1. Does all work here? The first run of the README, which needs no text: the first step compiles, a minute perhaps.
+# 1. The demo, which needs no text. The first step compiles, perhaps for a minute.
 python train.py --pe tupe_r $more
 
-# 2. How fast is a step? All that only a GPU can show goes to a file, line by line: step times beside transformers, each
-#    scheme, each objective, the floor that the hardware sets. The command says first what it will do.
+# 2. Losses and gradients of every scheme and objective, beside a CPU's in float32; then compiled.
+for dtype in float32 float16 bfloat16; do
+    python -m tools.bench --agree --pe all --dtype $dtype --json out/gpu/agree-pe-$dtype.json
+    python -m tools.bench --agree --pe tupe_r --objective all --dtype $dtype --json out/gpu/agree-objective-$dtype.json
+done
+for pe in $(python -c "from model import PE_NAMES; print(*PE_NAMES)"); do
+    python -m tools.bench --agree --compile --pe "$pe" --json "out/gpu/agree-compiled-$pe.json"
+done
+
+# 3. Speed and memory of a step: beside transformers, of schemes, of objectives.
+for preset in rpp tupe; do
+    python -m tools.bench --peer hf --preset $preset $pairs --json out/gpu/peer-$preset.json
+done
+python -m tools.bench --compile --preset rpp --pe tupe_r,tupe_a,rel,t5,rope $pairs --json out/gpu/pe.json
+python -m tools.bench --compile --preset rpp --objective pplm,taco,mlm_full,clm $pairs --json out/gpu/objective.json
+
+# 4. fp16 with a gradient scaler, as on a V100.
+python train.py --pe tupe_r --objective pplm --preset rpp --dataset docs --tokenizer bpe --dtype float16 --steps 50 --resume \
+    --out_dir out/gpu/fp16
+
+# 5. RPP's size: 12 layers of width 256, 40,000 steps on Wikipedia and books, which are downloaded from the hub and tokenized first
+#    (hours, once).
+python train.py --pe tupe_r --objective pplm --preset rpp $more
+python train.py --pe tupe_r --objective mlm+pplm --pos_rate .15 --preset rpp $more
+
+# 6. What the second run has learned, seconds to minutes.
+python -m tools.probe --ckpt out/wikibooks-rpp-tupe_r-mlm+pplm-s1337
+python finetune.py --task rte --ckpt out/wikibooks-rpp-tupe_r-mlm+pplm-s1337 --seeds 5
+
+# 7. RPP's table 1, days: it first prints how many hours of a V100 each row takes.
 if [ -z "${STEPS:-}" ]; then
-    python bench.py --gpu out/gpu.json
-fi
-
-# 3. The paper's size: 12 layers of 256, 40,000 steps on Wikipedia and books, which are fetched from the hub and made into
-#    tokens first (hours, once). Each log line says how many ms a step takes and when it is below a baseline.
-python train.py --pe tupe_r --objective pplm --preset paper $more
-python train.py --pe tupe_r --objective mlm+pplm --pos_rate .15 --preset paper $more
-
-# 4. What it has learned, seconds.
-python probe.py --ckpt out/wikibooks-paper-tupe_r-mlm+pplm-s1337
-python finetune.py --task rte --ckpt out/wikibooks-paper-tupe_r-mlm+pplm-s1337 --seeds 5
-
-# 5. The paper's table, days: it says first how many hours of a V100 each row takes. Stopped, it goes on.
-if [ -z "${STEPS:-}" ]; then
-    python results/run.py p0-table-1
+    python -m results.run rpp-table-1
 fi

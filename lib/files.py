@@ -1,0 +1,127 @@
+"""Files: atomic writes, checked reads, locks, checkpoints."""
+
+import contextlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+try:
+    import fcntl  # file locks
+except ImportError:  # Windows
+    fcntl = None
+
+
+@contextlib.contextmanager
+def atomic_write(file):
+    """Open a temporary file for writing; when the block ends, sync and rename it to `file`, so that
+    `file` is complete at any moment. If the block raises, `file` is left as it was."""
+    temporary = Path(f"{file}.tmp")
+    try:
+        with open(temporary, "wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(file, value):
+    with atomic_write(file) as handle:
+        handle.write(json.dumps(value).encode())
+
+
+def write_checkpoint(file, state):
+    """torch.save, atomically. Raises OSError."""
+    try:
+        with atomic_write(file) as handle:
+            torch.save(state, handle)
+    except (OSError, RuntimeError) as error:  # of a full disk; torch may raise a RuntimeError
+        raise OSError(f"{file} cannot be written: {error}") from None
+
+
+def hardlink(file, target):
+    """Make target a hard link to file, or a copy if the file system has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copy2(file, target)
+
+
+def read_json(file, **types):
+    """-> the object in a JSON file. Raises ValueError if one of the named keys is missing or has
+    another type."""
+    try:
+        value = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{file} is damaged ({error})") from None
+    for key, kind in types.items():
+        if not isinstance(value, dict) or not isinstance(value.get(key), kind):
+            raise ValueError(f"{file} is damaged (it has no {key} of type {kind.__name__})")
+    return value
+
+
+def read_jsonl(file):
+    """-> the objects of a JSON-lines file, skipping a line that a crash cut short."""
+    rows = []
+    if Path(file).exists():
+        for line in Path(file).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+@contextlib.contextmanager
+def lock(folder, doing="training", name=".lock", wait=False):
+    """Hold an exclusive lock on a folder for the length of the block.
+
+    If another process has it, wait for it or raise ValueError.
+    """
+    with open(Path(folder, name), "w") as handle:
+        if fcntl:
+            busy = f"another process is {doing} in {folder}"
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise ValueError(f"{busy}: wait for it, or use another --out_dir") from None
+                print(f"{busy}: waiting for it", flush=True)
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError as error:  # some network file systems have no locks
+                print(f"no lock on {folder} ({error}): do not start a second run there")
+        yield
+
+
+def read_checkpoint(path) -> dict:
+    """A run folder or a checkpoint file -> its dictionary, with the weights on the CPU.
+
+    Raises ValueError or FileNotFoundError.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file /= "ckpt.pt"
+    if not file.exists():
+        raise FileNotFoundError(f"no checkpoint at {file}")
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a truncated archive, another kind of file, refused code
+        kind = type(error).__name__
+        raise ValueError(f"{file} is not a readable checkpoint ({kind})") from None
+    if not isinstance(checkpoint, dict) or not {"config", "model", "tokenizer"} <= set(checkpoint):
+        raise ValueError(f"{file} is not a checkpoint of this project")
+    return checkpoint
+
+
+def newest_run():
+    """-> the folder of the newest checkpoint under out/. Raises FileNotFoundError."""
+    file = max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default=None)
+    if file is None:
+        raise FileNotFoundError(
+            "no checkpoint under out/: pre-train a model first (python train.py), "
+            "or give one with --ckpt"
+        )
+    return str(file.parent)

@@ -1,0 +1,227 @@
+"""GLUE: its tasks, the official files, the same rows from the hub, and its metrics."""
+
+import csv
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas  # comes with datasets
+
+from lib.sources import check_hub
+
+# --------------------------------------------------------------------------------------------------
+# Metrics: (labels, predictions) -> float. An undefined value counts as 0, not NaN.
+
+
+def accuracy(labels, predictions):
+    return np.mean(np.equal(labels, predictions))
+
+
+def f1_score(labels, predictions):
+    """F1 of class 1; 0 if neither the labels nor the predictions contain it."""
+    ones = np.array([labels, predictions]) == 1  # (2, n)
+    return 2 * ones.all(0).sum() / max(1, ones.sum())
+
+
+def pearson(labels, predictions):
+    """Pearson's correlation; 0 if one side is constant or not finite. Of two binary vectors it is
+    Matthews' correlation."""
+    x = np.array([labels, predictions], float)  # (2, n)
+    if not np.isfinite(x).all() or not np.ptp(x, 1).all():
+        return 0.0
+    return np.corrcoef(x)[0, 1]
+
+
+def spearman(labels, predictions):
+    return pearson(pandas.Series(labels).rank(), pandas.Series(predictions).rank())
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows: (texts, label); in test files the row's index takes the place of the label
+
+
+def read_tsv(task, file, is_test=False):
+    """An official file -> [(texts, label)].
+
+    The files are tab-separated, without quoting, with or without a BOM. A row that does not have
+    as many columns as the header is an error, because its texts may be shifted. Raises ValueError
+    with file and line.
+    """
+    rows = []
+    with open(file, encoding="utf-8-sig", newline="") as handle:
+        header = None if is_test else task.header
+        reader = csv.DictReader(handle, header, delimiter="\t", quoting=csv.QUOTE_NONE)
+        try:
+            columns = reader.fieldnames or []
+            label = columns[0] if is_test and columns else task.label
+            missing = [name for name in (*task.texts, label) if columns and name not in columns]
+            if missing:
+                raise ValueError(f"no column {', '.join(missing)}, only {', '.join(columns)}")
+            for row in reader:
+                if None in row or None in row.values():  # too many columns, or too few
+                    raise ValueError(f"not {len(columns)} columns")
+                texts = tuple(row[name] for name in task.texts)
+                rows.append((texts, int(row[label]) if is_test else read_label(task, row[label])))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}, after line {reader.line_num}: {error}") from None
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
+    if not rows:
+        raise ValueError(f"{file} has no rows")
+    return rows
+
+
+def read_label(task, text):
+    """The label column of an official file -> class index, or a score between 0 and 5. Raises
+    ValueError."""
+    if task.kind == "score":
+        if not 0 <= float(text) <= 5:  # NaN too
+            raise ValueError(f"score {text} is not between 0 and 5")
+        return float(text)
+    if text not in task.classes:
+        raise ValueError(f"label {text!r} is not one of {', '.join(task.classes)}")
+    return task.classes.index(text)
+
+
+def read_hub(task, name, split):
+    """A split of the hub's data set, in the form that read_tsv gives."""
+    split = split.replace("diagnostic", "test")  # of AX
+    label = "idx" if "test" in split else "label"
+    columns = task.hub or task.texts
+    rows = load_from_hub(task.repo, name, split)
+    return [(tuple(row[column] for column in columns), row[label]) for row in rows]
+
+
+def load_from_hub(repo, config, split):
+    """-> the rows of a hub data set, as dictionaries. Raises ValueError if they cannot be
+    fetched."""
+    import datasets
+
+    check_hub()
+    try:
+        return datasets.load_dataset(repo, config, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"cannot fetch {repo} ({config}) from the hub ({type(error).__name__}): give a folder "
+            "with the official files (--data_dir), or use --task docs, which needs no network"
+        ) from None
+
+
+# --------------------------------------------------------------------------------------------------
+# Tasks
+
+
+class Task(NamedTuple):
+    """Where a task's rows are, in the official files and on the hub, and how it is scored."""
+
+    folder: str  # below --data_dir
+    texts: tuple  # the columns of the texts in the official files
+    classes: tuple = ("0", "1")  # as the official files write them, in the hub's order
+    metrics: dict = {"accuracy": accuracy}  # the first one selects the best learning rate
+    kind: str = "class"  # or score (regression), span (question answering)
+    label: str = "label"
+    hub: tuple = ()  # the columns of the texts on the hub, if they have other names there
+    repo: str = "nyu-mll/glue"
+    header: tuple | None = None  # of train.tsv and dev.tsv, if they have none
+    # Suffix of the name in the results, or name of the file to submit -> split on the hub.
+    dev: dict = {"": "validation"}
+    test: dict = {"": "test"}  # "": the file to submit is named after the folder
+    extension: str = ".tsv"
+    read: Callable = read_tsv  # (task, file, is_test) -> rows
+    read_hub: Callable = read_hub  # (task, name, split) -> rows
+
+    def file(self, split):
+        """The official file of one of the hub's splits: they say dev for validation."""
+        return split.replace("validation", "dev") + self.extension
+
+    def score(self, labels, predictions):
+        return {name: float(metric(labels, predictions)) for name, metric in self.metrics.items()}
+
+
+PAIR = ("sentence1", "sentence2")
+NLI, RTE = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
+F1 = {"accuracy": accuracy, "f1": f1_score}
+GLUE = {
+    # GLUE scores CoLA by Matthews' correlation, RPP reports accuracy: both are always computed.
+    "cola": Task(
+        "CoLA",
+        ("sentence",),
+        header=("source", "label", "mark", "sentence"),
+        metrics={"matthews": pearson, "accuracy": accuracy},
+    ),
+    "sst2": Task("SST-2", ("sentence",)),
+    "mrpc": Task("MRPC", ("#1 String", "#2 String"), metrics=F1, label="Quality", hub=PAIR),
+    "stsb": Task(
+        "STS-B",
+        PAIR,
+        (),
+        kind="score",
+        label="score",
+        metrics={"pearson": pearson, "spearman": spearman},
+    ),
+    "qqp": Task("QQP", ("question1", "question2"), metrics=F1, label="is_duplicate"),
+    "mnli": Task(
+        "MNLI",
+        PAIR,
+        NLI,
+        label="gold_label",
+        hub=("premise", "hypothesis"),
+        dev={"": "validation_matched", "-mm": "validation_mismatched"},
+        test={"MNLI-m": "test_matched", "MNLI-mm": "test_mismatched"},
+    ),
+    "qnli": Task("QNLI", ("question", "sentence"), RTE),
+    "rte": Task("RTE", PAIR, RTE),
+    "wnli": Task("WNLI", PAIR),
+}
+# The diagnostic set has no training rows and no labels: the MNLI model predicts it.
+AX = GLUE["mnli"]._replace(folder="diagnostic", dev={}, test={"AX": "diagnostic"})
+
+
+# What each paper averages over GLUE: TUPE and TACO both MNLI sets, Wang 2021 the mismatched one;
+# none of them WNLI.
+# fmt: off
+WANG = {"cola": "matthews", "sst2": "accuracy", "qnli": "accuracy", "rte": "accuracy",
+        "mnli-mm": "accuracy", "qqp": "f1", "mrpc": "f1", "stsb": "spearman"}
+AVERAGES = {
+    "TUPE": {**WANG, "mnli": "accuracy", "qqp": "accuracy", "mrpc": "accuracy", "stsb": "pearson"},
+    "TACO": {**WANG, "mnli": "accuracy"},
+    "Wang 2021": WANG,
+}
+# fmt: on
+
+
+def paper_averages(scores):
+    """{(task, metric): score} -> {paper: its average over GLUE, or the list of missing tasks}."""
+    averages = {}
+    for paper, metrics in AVERAGES.items():
+        missing = [task for task, metric in metrics.items() if (task, metric) not in scores]
+        averages[paper] = missing or statistics.mean(scores[pair] for pair in metrics.items())
+    return averages
+
+
+def read_split(task, name, data_dir, split):
+    """'train', 'dev' or 'test', from the official files in data_dir or, if that is None, from the
+    hub -> {name in the results, or of the file to submit: rows}.
+
+    A missing file is reported in one line, unless it is the training file or the first one to
+    score. Raises ValueError, OSError.
+    """
+    found, is_test = {}, split == "test"
+    for key, part in {"train": {"": "train"}, "dev": task.dev, "test": task.test}[split].items():
+        key = key or task.folder if is_test else name + key
+        if data_dir is None:
+            found[key] = task.read_hub(task, name, part)
+            continue
+        path = Path(data_dir, task.folder, task.file(part))
+        if task.kind == "span" and not path.exists():
+            path = Path(data_dir, task.file(part))  # SQuAD's files may be in data_dir itself
+        if path.exists():
+            found[key] = task.read(task, path, is_test)
+        elif is_test or found:
+            print(f"{key}: {path} does not exist, left out")
+        else:
+            files = ", ".join(map(task.file, ("train", *task.dev.values())))
+            raise FileNotFoundError(f"{path} does not exist; the files of {name} are {files}")
+    return found

@@ -1,0 +1,350 @@
+"""Where text comes from: the documentation of installed packages, local files, the hub.
+
+Every source gives documents as an iterator of strings, so a corpus is never in memory as a whole.
+"""
+
+import ast
+import bz2
+import csv
+import functools
+import glob
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import itertools
+import json
+import lzma
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
+BOOKS_ROWS = 1000  # mirrors of BookCorpus have one sentence per row: this many make a document
+TEXT_CHUNK = 100_000  # a document of a text file is cut at about this many characters
+BAD_SHARE = 1 / 1000  # a file with a larger share of characters that are not text is refused
+
+
+class Part(NamedTuple):
+    """One file or data set of a source."""
+
+    documents: Callable  # () -> iterator of texts; None stands for a row without text
+    size: float  # approximate number of characters; 0: unknown
+
+
+class Source(NamedTuple):
+    name: str  # unique to the content; names the folder in the cache
+    about: dict  # goes into meta.json
+    parts: Callable  # () -> list of Part; called only to prepare, because the hub needs the network
+    val_every: int = 50  # every n-th document, beginning with the second, is for validation
+    docs: list | None = None  # [(library, text)], for the fine-tuning task `docs`
+
+
+def find_source(dataset, text_column, books_dataset) -> Source:
+    """dataset: docs, wikibooks, a file, a glob of files, or the name[:config] of a hub data set.
+
+    Raises ValueError, OSError.
+    """
+    if dataset == "docs":
+        return docs_source()
+    if files := list_files(dataset):
+        return files_source(files, text_column)
+    if os.path.isdir(os.path.expanduser(dataset)):
+        raise ValueError(f"--dataset {dataset} is a folder: name its files, '{dataset}/*.jsonl'")
+    if any(file_kind(dataset)) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
+        raise FileNotFoundError(
+            f"no file with text in it matches {dataset!r}; --dataset takes docs, wikibooks, "
+            "'path/*.jsonl', a prepared folder or the name of a hub data set"
+        )
+    return hub_source(dataset, text_column, books_dataset)
+
+
+def short_hash(value):
+    """-> 12 hex digits of the SHA-256 of a text, or of the JSON of another value."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:12]
+
+
+# --------------------------------------------------------------------------------------------------
+# The docs corpus
+
+
+def docs_source():
+    print("docs: reading the docstrings of the installed packages (half a minute)", flush=True)
+    library_of = docs_documents()
+    digest = short_hash("\0".join(library_of))
+    part = Part(partial(iter, library_of), sum(map(len, library_of)))
+    docs = [(library, text) for text, library in library_of.items()]
+    about = {"versions": docs_versions(), "hash": digest}
+    return Source(f"docs-{digest}", about, lambda: [part], 10, docs)
+
+
+def docs_documents():
+    """-> {text: library}: about 12 MB of English from the docstrings of the installed packages.
+    They are parsed, never imported."""
+    library_of = {}
+    for library, folder in docs_folders().items():
+        for file in sorted(folder.rglob("*.py")):
+            folders = file.relative_to(folder).parts[:-1]
+            if {"tests", "test", "idlelib", "site-packages", "dist-packages"} & set(folders):
+                continue
+            for text in docstrings(file):
+                if len(text) >= 100:
+                    library_of.setdefault(text, library)
+    from pydoc_data.topics import topics  # Python's language reference
+
+    for text in topics.values():
+        library_of.setdefault(text, "python")
+    return library_of
+
+
+def docs_folders():
+    folders = {"python": Path(sysconfig.get_path("stdlib"))}
+    for library in DOCS_LIBRARIES[1:]:
+        folders[library] = Path(importlib.util.find_spec(library).origin).parent
+    return folders
+
+
+def docs_versions():
+    versions = {name: importlib.metadata.version(name) for name in DOCS_LIBRARIES[1:]}
+    return {"python": platform.python_version(), **versions}
+
+
+def docstrings(file):
+    """The docstrings of a source file, and the texts that it passes to add_docstr, with which torch
+    documents its C functions."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # a template, or a test of invalid syntax
+        return
+    for node in ast.walk(tree):
+        texts = []
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            texts = [ast.get_docstring(node)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("add_docstr"):
+            texts = [arg.value for arg in node.args if isinstance(getattr(arg, "value", None), str)]
+        if texts and texts[0]:
+            yield inspect.cleandoc(texts[0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Local files
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+# Byte-order marks; UTF-32's begins like UTF-16's, so it comes first.
+BOMS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32"}
+BOMS |= {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that surrogateescape could not decode
+NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # NULs too: UTF-16 without a mark is legal UTF-8
+
+print_once = functools.cache(print)  # files are read twice, for the tokenizer and for the tokens
+
+
+def list_files(pattern):
+    """A file name or a glob pattern -> sorted list of the files that it matches, without
+    duplicates, hidden files and empty files."""
+    pattern = os.path.expanduser(pattern)
+    names = [pattern]  # a file's own name may contain brackets, or begin with a dot
+    if not os.path.isfile(pattern):
+        names = glob.glob(pattern, recursive=True)
+        names = [name for name in names if not os.path.basename(name).startswith(".")]
+    names = [name for name in names if os.path.isfile(name) and os.path.getsize(name)]
+    return sorted({os.path.realpath(name): name for name in names}.values())
+
+
+def files_source(files, text_column):
+    """Local files -> Source, identified by their paths, sizes and modification times."""
+    stats = [(os.path.realpath(f), os.path.getsize(f), os.stat(f).st_mtime_ns) for f in files]
+    digest = short_hash([stats, text_column])
+    parts = []
+    for file, (_, size, _) in zip(files, stats):
+        kind, compression = file_kind(file)
+        ratio = 3.5 if compression or kind == ".parquet" else 1  # English, compressed
+        parts.append(Part(partial(file_documents, file, text_column), ratio * size))
+    names = [os.path.basename(file) for file in files]
+    about = {"files": names, "text_column": text_column, "hash": digest}
+    return Source(f"files-{digest}", about, lambda: parts)
+
+
+def file_kind(name):
+    """The kind and the compression that a file name's ending tells: (".jsonl", ".xz"); "" if
+    unknown or none."""
+    path = Path(name.lower())
+    compression = path.suffix if path.suffix in OPENERS else ""
+    kind = Path(path.stem).suffix if compression else path.suffix
+    return kind if kind in READERS else "", compression
+
+
+def file_documents(file, text_column):
+    """Yield the texts of a local file, None for a row without text. Raises ValueError."""
+    kind, compression = file_kind(file)
+    if not kind:
+        known = ", ".join([*READERS, *OPENERS])
+        raise ValueError(f"{file}: unknown kind of file; known endings are {known}")
+    n = n_bad = 0
+    with OPENERS.get(compression, open)(file, "rb") as handle:
+        for text in column(READERS[kind](handle), text_column, file):
+            n += len(text or "")
+            n_bad += len(NOT_TEXT.findall(text or ""))
+            if n_bad > BAD_SHARE * n + 100:  # do not read on to the end
+                break
+            yield text and NOT_UTF8.sub("\ufffd", text)
+    if n_bad > BAD_SHARE * n:
+        raise ValueError(
+            f"{file}: {n_bad / n:.1%} of its characters are not UTF-8 text; convert the file, for "
+            "example with iconv -f latin1 -t utf-8"
+        )
+    if n_bad:
+        print_once(f"{file}: {n_bad:,} of {n:,} characters are not UTF-8 text")
+
+
+def decode(handle, newline=None):
+    """A binary handle -> a text handle: UTF-8 unless a byte-order mark says otherwise."""
+    start = handle.read(4)
+    handle.seek(0)
+    encoding = next((name for bom, name in BOMS.items() if start.startswith(bom)), "utf-8-sig")
+    return io.TextIOWrapper(handle, encoding, "surrogateescape", newline)
+
+
+def text_rows(handle):
+    """Documents of a plain text file: they are separated by empty lines, and cut if longer than
+    TEXT_CHUNK."""
+    document = ""
+    for line in iter(partial(decode(handle).readline, TEXT_CHUNK), ""):
+        if len(document) >= TEXT_CHUNK or not line.strip():
+            yield document
+            document = ""
+        document += line
+    yield document
+
+
+def json_rows(handle):
+    """One row per line, or one list of rows."""
+    handle = decode(handle)
+    is_list = handle.read(1000).lstrip().startswith("[")
+    handle.seek(0)
+    if is_list:
+        yield from json.load(handle)
+        return
+    for number, line in enumerate(handle, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+            yield row
+
+
+def csv_rows(handle):
+    """Rows of a CSV file with a header. The parser is strict, because a lenient one lets a stray
+    quote swallow the rows after it."""
+    reader, line = csv.DictReader(decode(handle, newline=""), strict=True), 1
+    try:
+        columns = reader.fieldnames or []
+        line = reader.line_num + 1
+        for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(f"not {len(columns)} columns")
+            yield row
+            line = reader.line_num + 1  # where the next row begins
+    except (csv.Error, ValueError) as error:
+        raise ValueError(f"line {line}: {error} (is a quote missing?)") from None
+
+
+def parquet_rows(handle):
+    import pyarrow.parquet  # comes with datasets
+
+    for batch in pyarrow.parquet.ParquetFile(handle).iter_batches(1000):
+        yield from batch.to_pylist()
+
+
+READERS = {
+    ".txt": text_rows,
+    ".md": text_rows,
+    ".json": json_rows,
+    ".jsonl": json_rows,
+    ".csv": csv_rows,
+    ".parquet": parquet_rows,
+}
+csv.field_size_limit(2**31 - 1)  # a document may be longer than the default of 131,072 characters
+
+
+def column(rows, name, where):
+    """Yield the texts of one column, None for a row without text; a row may also be a text itself.
+    Raises ValueError, beginning with `where`, if the rows cannot be read or have no such column."""
+    try:
+        first = list(itertools.islice(rows, 100))
+        if first and all(isinstance(row, dict) and name not in row for row in first):
+            columns = ", ".join(map(str, first[0]))
+            raise ValueError(f"no column {name!r}, only {columns}: name one with --text_column")
+        for row in itertools.chain(first, rows):
+            text = row.get(name) if isinstance(row, dict) else row
+            has_text = isinstance(text, str) and (text.strip() or isinstance(row, str))
+            yield text if has_text else None
+    except Exception as error:  # decompressors, parsers, datasets and networks have many kinds
+        raise ValueError(f"{where} cannot be read: {error or type(error).__name__}") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# The hub, through `datasets`
+
+
+def hub_source(dataset, text_column, books_dataset):
+    name, _, config = dataset.partition(":")
+    sets = [(name, config or None, 1)]
+    if dataset == "wikibooks":
+        sets = [("wikimedia/wikipedia", "20231101.en", 1), (books_dataset, None, BOOKS_ROWS)]
+    about = {"hub": sets, "text_column": text_column}
+    slug, digest = re.sub(r"\W+", "-", dataset), short_hash([sets, text_column])
+    return Source(
+        f"hub-{slug}-{digest}", about, lambda: [hub_part(*each, text_column) for each in sets]
+    )
+
+
+def hub_part(name, config, rows_per_document, text_column):
+    """A streamed data set -> Part. Prints what will be downloaded. Raises ValueError."""
+    from datasets import load_dataset, load_dataset_builder
+
+    try:
+        check_hub()
+        info = load_dataset_builder(name, config).info
+    except Exception as error:
+        raise ValueError(
+            f"cannot open the hub data set {name!r} ({type(error).__name__}): check its name and "
+            "the network. --dataset docs needs no network, --dataset 'path/*.jsonl' takes files"
+        ) from None
+    size, download = info.dataset_size or 0, info.download_size or 0
+    print(
+        f"{name}: {download / 1e9:.1f} GB to stream, {size / 1e9:.1f} GB of text, about "
+        f"{size / 2.2e9:.1f} GB on disk as tokens; {size / 1e7 / 60:.0f} minutes at 10 MB/s"
+    )
+
+    def documents():
+        rows = load_dataset(name, config, split="train", streaming=True)
+        texts = column(iter(rows), text_column, name)
+        if rows_per_document == 1:
+            return texts
+        texts = filter(None, texts)
+        return iter(lambda: "\n".join(itertools.islice(texts, rows_per_document)), "")
+
+    return Part(documents, size)
+
+
+def check_hub():
+    """Switch the hub's libraries to offline mode if the hub does not answer; they would retry for
+    minutes. In offline mode they use what they have stored, or fail at once."""
+    import datasets
+    from huggingface_hub import constants, utils
+
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            utils.get_session().head(constants.ENDPOINT, timeout=15)
+        except Exception:
+            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True

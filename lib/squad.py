@@ -1,0 +1,216 @@
+"""SQuAD: its files, windows of long contexts, answers from logits, and its metrics."""
+
+import functools
+import itertools
+import re
+import string
+from collections import Counter
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from lib.files import read_json
+from lib.glue import Task, load_from_hub
+
+# BERT's values.
+N_BEST = 20  # candidate answers per window and per question
+MAX_ANSWER = 30  # tokens of an answer
+MAX_QUESTION = 64  # tokens of a question
+
+
+class Question(NamedTuple):
+    texts: tuple  # question, context
+    golds: list | None = ()  # the annotators' answers; empty: unanswerable; None: not in the file
+    starts: list = ()  # the index of each answer's first character in the context
+    id: str = ""
+
+
+class Window(NamedTuple):
+    """The part of a context that one sequence of tokens holds."""
+
+    question: int  # index of its question
+    context: str  # the whole context
+    spans: np.ndarray  # (n, 2) start and end in the context, in characters, of each of its tokens
+    offset: int  # index of the first of them in the sequence
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def read_squad(task, file, is_test=False):
+    """SQuAD's JSON, v1.1 or v2.0 -> [Question]. Raises ValueError.
+
+    Only a question marked `is_impossible` is unanswerable. One that merely has no answers is from a
+    file for testing (golds None) and must not be scored.
+    """
+    questions = []
+    try:
+        for article in read_json(file)["data"]:
+            for paragraph in article["paragraphs"]:
+                context = paragraph["context"]
+                for q in paragraph["qas"]:
+                    answers = q.get("answers") or []
+                    golds = [answer["text"] for answer in answers]
+                    starts = [answer["answer_start"] for answer in answers]
+                    if not all(map(context.startswith, golds, starts)):
+                        raise ValueError(
+                            f"{file}, question {q['id']}: the context has no such answer at "
+                            "answer_start"
+                        )
+                    if not golds and not q.get("is_impossible"):
+                        golds = None
+                    questions.append(Question((q["question"], context), golds, starts, q["id"]))
+    except (AttributeError, KeyError, TypeError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"{file} is damaged or not in SQuAD's format ({kind}: {error})") from None
+    if not questions:
+        raise ValueError(f"{file} has no questions")
+    return questions
+
+
+def read_hub(task, name, split):
+    """A split of the hub's data set, in the form that read_squad gives."""
+    return [
+        Question(
+            (row["question"], row["context"]),
+            row["answers"]["text"],
+            row["answers"]["answer_start"],
+            row["id"],
+        )
+        for row in load_from_hub(task.repo, None, split)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Windows
+
+
+@functools.lru_cache(maxsize=1)  # the questions about a context follow each other
+def token_spans(tokenizer, text):
+    """-> token ids, (n, 2) start and end of each in characters. A character that the byte-level BPE
+    splits belongs to both tokens."""
+    ids = tokenizer.encode_ordinary(text)
+    data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+    # Maps each byte to its character: all bytes of a character except the first are 10xxxxxx.
+    character = np.cumsum((data & 0xC0) != 0x80) - 1
+    sizes = np.array([len(piece) for piece in tokenizer.decode_tokens_bytes(ids)], int)
+    ends = np.cumsum(sizes)
+    return ids, np.stack((character[ends - sizes], character[ends - 1] + 1), axis=1)
+
+
+def windows(index, question, tokenizer, cfg, length):
+    """Yield ((ids, label), Window) for each window of a question: [CLS] question [SEP] part of the
+    context [SEP], with a new part every length // 3 tokens.
+
+    The label is (first, last), the indices of the answer's tokens in ids; it is (0, 0), the [CLS],
+    if the answer is not wholly in the window (as in BERT).
+    """
+    asked, text = question.texts
+    q = tokenizer.encode_ordinary(asked.strip())[: min(MAX_QUESTION, length // 2)]
+    context, spans = token_spans(tokenizer, text.strip())
+    spans = spans + len(text) - len(text.lstrip())  # positions in the original context
+    offset = len(q) + 2
+    room = length - offset - 1
+    # Which tokens overlap the answer?
+    start, size = (question.starts[0], len(question.golds[0])) if question.golds else (0, 0)
+    in_answer = (spans[:, 1] > start) & (spans[:, 0] < start + size)
+    stride = min(length // 3, room)
+    for first in range(0, max(1, len(context) - room + stride), stride):  # until one has the end
+        part = slice(first, first + room)
+        inside = np.flatnonzero(in_answer[part]) + offset
+        complete = 0 < in_answer.sum() == len(inside)
+        label = tuple(inside[[0, -1]].tolist()) if complete else (0, 0)
+        ids = [cfg.cls_id, *q, cfg.sep_id, *context[part], cfg.sep_id]
+        yield (ids, label), Window(index, text, spans[part], offset)
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers
+
+
+def n_best(first, last, k=N_BEST, longest=MAX_ANSWER):
+    """Logits of the tokens of a window, as first and as last token of the answer, (n,) each
+    -> up to k (score, i, j), best first, with i <= j < i + longest."""
+    i, j = np.triu_indices(len(first))
+    short = j - i < longest
+    i, j = i[short], j[short]
+    scores = first[i] + last[j]
+    best = np.argsort(-scores, kind="stable")[:k]
+    return list(zip(scores[best].tolist(), i[best].tolist(), j[best].tolist()))
+
+
+def rank_answers(outputs, windows, with_null):
+    """Logits (2, L) of each window -> for each question [(score, text), ...], best first.
+
+    with_null (v2.0): the candidates include "", no answer. Its score is the lowest of the windows'
+    null scores, both logits at [CLS] (BERT).
+    """
+    ranked = []
+    for _, group in itertools.groupby(zip(outputs, windows), lambda pair: pair[1].question):
+        candidates, null_scores = [], []
+        for out, window in group:
+            null_scores.append(float(out[:, 0].sum()))
+            first, last = out[:, window.offset : window.offset + len(window.spans)]
+            for score, i, j in n_best(first, last):
+                # Decoding the ids could lose a part of a character; the context has all of them.
+                text = window.context[window.spans[i, 0] : window.spans[j, 1]]
+                candidates.append((score, text.strip()))
+        candidates = sorted(candidates, key=itemgetter(0), reverse=True)[:N_BEST]
+        if with_null or not candidates:  # not: an empty context
+            candidates.append((min(null_scores), ""))
+        ranked.append(sorted(candidates, key=itemgetter(0), reverse=True))
+    return ranked
+
+
+# --------------------------------------------------------------------------------------------------
+# Metrics
+
+
+def normalize_answer(text):
+    """The official normalization: lower case, no punctuation, no articles, single spaces."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def exact_match(gold, text):
+    return gold == text
+
+
+def answer_f1(gold, text):
+    """F1 over the words of two normalized answers; if one has none, 1 if neither has (as in the
+    official script of v2.0)."""
+    gold, text = gold.split(), text.split()
+    if gold == text:
+        return 1.0
+    common = Counter(gold) & Counter(text)
+    return 2 * common.total() / (len(gold) + len(text))
+
+
+def best_over_golds(score):
+    """-> metric(labels, predictions): lists of lists of gold answers (empty: no answer) and of
+    texts. The best score over a question's golds counts; the mean over questions is returned."""
+
+    def metric(labels, predictions):
+        scores = []
+        for golds, text in zip(labels, predictions):
+            golds = [gold for gold in map(normalize_answer, golds) if gold] or [""]
+            scores.append(max(score(gold, normalize_answer(text)) for gold in golds))
+        return np.mean(scores)
+
+    return metric
+
+
+SQUAD = Task(
+    "squad",
+    ("question", "context"),
+    (),
+    kind="span",
+    repo="rajpurkar/squad",
+    metrics={"em": best_over_golds(exact_match), "f1": best_over_golds(answer_f1)},
+    extension="-v1.1.json",
+    read=read_squad,
+    read_hub=read_hub,
+)
+SQUAD_V2 = SQUAD._replace(extension="-v2.0.json", repo="rajpurkar/squad_v2")

@@ -1,0 +1,69 @@
+"""Loading weights: strictly, or whatever fits into another configuration (warm start)."""
+
+from dataclasses import asdict
+
+import torch
+
+
+def load_strict(module, weights, path):
+    """load_state_dict, with a one-line ValueError if keys or shapes do not match."""
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split()).partition(": ")[2]
+        raise ValueError(f"{path} does not fit this model: {reason:.300}") from None
+
+
+def warm_start(module, checkpoint, path) -> dict:
+    """Copy what fits of a checkpoint's weights into a module (with `.encoder`) that may have
+    another positional scheme, objective or max_len.
+
+    Weights are matched by name, so those of another scheme keep their initialization (Wang 2021
+    replaces the scheme of a trained model). With a larger max_len, tables keep their trained rows
+    and get new ones (Wang 2021 trains at length 128, then at 512).
+    -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}: parameter names.
+    Raises ValueError if the encoders differ in anything else.
+    """
+    given, own = checkpoint["model"], module.state_dict()
+    old, new = checkpoint["config"], asdict(module.encoder.config)
+    fixed = sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"})
+    differ = [
+        f"{key} is {old[key]} there, {new[key]} here" for key in fixed if old[key] != new[key]
+    ]
+    if differ:
+        raise ValueError(
+            f"{path}: {', '.join(differ)}; only the positional scheme, the objective and a larger "
+            "--block_size may differ"
+        )
+    old_len, added = old["max_len"], new["max_len"] - old["max_len"]
+    if added < 0:
+        raise ValueError(
+            f"{path} was trained on sequences of {old_len} tokens: --block_size must be at least "
+            f"{old_len}, not {new['max_len']}"
+        )
+    done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
+    for key, target in own.items():
+        sizes = list(zip(given[key].shape, target.shape)) if key in given else []
+        if key in given and given[key].shape == target.shape:
+            target.copy_(given[key])
+            done["loaded"].append(key)
+        elif added and sizes and all(b - a in (0, added, 2 * added) for a, b in sizes):
+            grow(target, given[key], old_len, added)
+            done["grown"].append(key)
+        else:  # missing there, or a head with other classes
+            done["new"].append(key)
+    return done
+
+
+def grow(target, trained, old_len, added):
+    """Copy a table for old_len positions into one for `added` more: each position keeps its row,
+    the last row (masked positions) stays last, and a class of the pair head keeps its offset."""
+    index = []
+    for old, new in zip(trained.shape, target.shape):
+        rows = torch.arange(old)
+        if new - old == 2 * added:  # class = offset + L - 1
+            rows += added
+        elif new > old:
+            rows[old_len:] += added
+        index.append(rows)
+    target[torch.meshgrid(*index, indexing="ij")] = trained.to(target.device)

@@ -1,0 +1,192 @@
+"""The loss of mlm after equal wall-clock time: this project's models beside transformers'.
+
+    OMP_NUM_THREADS=1 python -m results.race 20      # minutes of training per model; two hours
+    python -m results.race 5 --pe tupe_r,rope        # other schemes; flags of train.py, too
+
+All models have the same size, sequences, masks, vocabulary and optimizer. How many steps fit into
+the minutes is measured first, with the models taking turns. Each model is then trained for that
+many steps, warm-up and decay included. Rows are added to results/bench-race.json; a model that has
+a row there is not trained again, so the same command resumes.
+"""
+
+import argparse
+import platform
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn as nn
+from tqdm import tqdm  # comes with datasets
+
+import data
+import train
+from lib.config import Parser, catch_errors
+from lib.device import autocast, keep_memory, pick_device, pick_dtype
+from lib.files import read_json, write_json
+from tools.hf import SIZES, transformers
+
+FILE = Path(__file__).with_name("bench-race.json")
+WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
+POINTS = 20  # of a model's curve
+# transformers' classes, with what their users would set: RoBERTa's positions at the input, T5's
+# bias in addition, DeBERTa-v3's relative ones.
+PEERS = {
+    "RobertaForMaskedLM": dict(type_vocab_size=1, attn_implementation="sdpa"),
+    "MPNetForMaskedLM": {},
+    "DebertaV2ForMaskedLM": dict(
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+    ),
+}
+
+
+class Peer(nn.Module):
+    """A model of transformers that is trained on our batches: our token ids, with consecutive
+    positions, and without an id that is treated as padding."""
+
+    def __init__(self, name, ours):
+        super().__init__()
+        cfg, self.corrupt = ours.encoder.config, ours.corrupt
+        sizes = {theirs: getattr(cfg, mine) for mine, theirs in SIZES.items()}
+        model_class = getattr(transformers, name)
+        max_len = cfg.max_len + 2  # RoBERTa's positions start at 2
+        config = model_class.config_class(**sizes, max_position_embeddings=max_len, **PEERS[name])
+        self.theirs = model_class(config)
+        self.theirs.config.pad_token_id = None
+        for module in self.theirs.modules():
+            if isinstance(module, nn.Embedding):  # the row of padding would stay 0
+                module.padding_idx = None
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def forward(self, batch):
+        """-> the mean loss of the masked tokens, as ours; nothing to log."""
+        labels = batch["original"].masked_fill(~batch["mlm_selected"], -100)
+        index = torch.arange(labels.size(1), device=labels.device)[None]
+        return self.theirs(batch["tokens"], position_ids=index, labels=labels).loss, {}
+
+
+def build(name, args, vocab_size):
+    """'ours tupe_r' or a class of transformers -> a model with train.py's interface."""
+    ours = name.removeprefix("ours ")
+    pe = "none" if name in PEERS else ours
+    model = train.build_model(argparse.Namespace(**{**vars(args), "pe": pe}), vocab_size)
+    return Peer(name, model) if name in PEERS else model
+
+
+def start(name, args, corpus, batches):
+    """-> a new model and step(number, lr), which makes train.py's step and returns its seconds."""
+    torch.manual_seed(args.seed)
+    model = build(name, args, corpus.vocab_size).to(args.device).train()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    betas = (args.beta1, args.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.eps, fused=True)
+    scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
+
+    def step(number, lr):
+        began = perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        tokens = torch.from_numpy(batches(number, args.batch_size)).to(args.device)
+        with autocast(args.device, args.dtype):
+            loss = model(model.corrupt(tokens, args.seed, number, 0))[0]
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()  # wait for a GPU
+        return perf_counter() - began
+
+    return model, step
+
+
+def step_times(names, args, corpus, batches):
+    """-> {name: ms per step}, the median over rounds in which every model makes a step."""
+    steps = [start(name, args, corpus, batches)[1] for name in names]
+    rounds = [[step(0, 0.0) for step in steps] for _ in range(WARMUP_ROUNDS + ROUNDS)]
+    return {name: 1e3 * median(x) for name, x in zip(names, zip(*rounds[WARMUP_ROUNDS:]))}
+
+
+def train_for(steps, name, args, corpus, batches):
+    """Train a model for so many steps -> what its row says of it."""
+    model, step = start(name, args, corpus, batches)
+    warmup = min(args.warmup, steps // 3)
+    schedule = argparse.Namespace(lr=args.lr, warmup=warmup, steps=steps)
+    validation = data.validation_batches(corpus, args.block_size)
+    points = {round(steps * (i + 1) / POINTS) for i in range(POINTS)}
+    seconds, curve = 0.0, []
+    for n in tqdm(range(steps), name, leave=False, disable=None):
+        seconds += step(n, train.get_lr(n, schedule))
+        if n + 1 in points:  # not counted as training time
+            amp = autocast(args.device, args.dtype)
+            loss = train.evaluate(model, validation, amp, args.device)["val_loss"]
+            curve.append((seconds, loss))
+    n_parameters = sum(p.numel() for p in model.parameters())
+    row = {"parameters": n_parameters, "steps": steps, "warmup": warmup, "seconds": seconds}
+    return row | {"loss": loss, "curve": curve}
+
+
+def race(minutes, schemes, args):
+    corpus = data.prepare("docs", "bpe", args.cache)
+    batches = data.Batches(corpus, args.block_size, args.seed)
+    dtype = str(args.dtype).removeprefix("torch.")
+    threads = torch.get_num_threads()
+    machine = f"{platform.processor() or platform.machine()}, {threads} threads"
+    machine = f"{machine}, torch {torch.__version__}, {dtype}"
+    # What makes rows comparable; others may be in the same file.
+    conditions = {"race": minutes, "preset": args.preset, "seed": args.seed, "lr": args.lr}
+    conditions |= {"dtype": dtype, "batch_size": args.batch_size, "block_size": args.block_size}
+    conditions |= {"mask_rate": args.mask_rate, "threads": threads}
+    conditions["tokenizer_hash"] = corpus.meta["tokenizer_hash"]
+    rows = read_json(FILE, rows=list)["rows"] if FILE.exists() else []
+    done = {row["name"]: row for row in rows if conditions.items() <= row.items()}
+
+    def add(name, found):
+        done[name] = {"name": name, **conditions, **found}
+        rows.append(done[name])
+        write_json(FILE, {"machine": machine, "rows": rows})
+
+    names = [*(f"ours {pe}" for pe in schemes), *PEERS]
+    if not {*names} <= done.get("step times", {"ms_per_step": {}})["ms_per_step"].keys():
+        add("step times", {"ms_per_step": step_times(names, args, corpus, batches)})
+    ms = done["step times"]["ms_per_step"]
+    print(f"{machine}\n{'':24}{'ms/step':>9}{'steps':>8}{'seconds':>9}{'loss':>8}")
+    for name in names:
+        if name not in done:
+            steps = max(1, int(60e3 * minutes / ms[name]))
+            add(name, train_for(steps, name, args, corpus, batches))
+        row = done[name]
+        print(
+            f"{name:24}{ms[name]:9.1f}{row['steps']:8,}{row['seconds']:9.0f}{row['loss']:8.3f}",
+            flush=True,
+        )
+
+
+def main(argv=None):
+    parser = Parser("-m results.race", __doc__)
+    parser.add_argument("minutes", type=float, help="of training, for each model")
+    parser.add_argument("--pe", default="abs,tupe_r", help="schemes (default: abs,tupe_r)")
+    with catch_errors() as status:
+        given, more = parser.parse_known_args(argv)
+        if transformers is None:
+            raise ValueError("this needs transformers: pip install -r requirements-dev.txt")
+        args = train.parse_args(more)
+        args.device = pick_device(args.device)
+        args.dtype = pick_dtype(args.device, args.dtype)[0]
+        keep_memory()
+        status.running = True
+        race(given.minutes, given.pe.split(","), args)
+
+
+if __name__ == "__main__":
+    main()

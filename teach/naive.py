@@ -1,0 +1,177 @@
+"""The papers' equations as plain loops over pairs of tokens. Read this first; it takes 20 minutes.
+
+A sequence has L tokens, and token 0 is [CLS]. In attention, token i (the query) attends to every
+token j (the key); how strongly is given by a number s_ij, the logit. Without positions the logit is
+q_i . k_j / sqrt(D), which depends on the tokens alone: if the sequence is shuffled, the same logits
+appear in another order. So the model has to be given each token's position. This file has all the
+ways of doing so that model.py implements; model.py computes the same logits for all pairs at once.
+
+Notation, for one head of one layer: q_i is the query of token i, k_j the key of token j, v_j its
+value, vectors of D numbers each. pos[i] is the position assigned to token i, or MASKED, and
+r = pos[j] - pos[i] is the offset of a pair. w holds the learned weights of a scheme, as this head
+of this layer uses them:
+
+    w.p          a vector per position; the last one is for masked positions
+    w.a          a vector per offset: row r + 64, with r clipped to +-64; the last one is for pairs
+                 with a masked position
+    w.b          a number per bucket of offsets; the last one is for pairs with a masked position
+    w.U_Q, w.U_K matrices that project w.p (TUPE, bert_ad) or w.a (deberta)
+    w.theta      two numbers for [CLS]: the first for its row, the second for its column
+    w.w          the frequencies of sin and lsin
+
+RPP is the paper on relative position prediction, TUPE Ke et al. (2021), Wang 2021 "On Position
+Embeddings in BERT".
+"""
+
+from math import cos, log, sin, sqrt
+
+import torch
+
+MASKED = -1  # the id of a masked position, and the index of the last row of a table
+
+
+def at_input(name, x, position, w):
+    """The input of the first layer for one token with the embedding x (C,), before LayerNorm."""
+    if name == "abs":  # BERT (TUPE eq 3): a learned vector per position
+        return x + w.p[position]
+    if name in ("sin", "lsin"):  # Vaswani; token embeddings are small at first, so scale them up
+        p = w.p[MASKED] if position == MASKED else sinusoid(position, w.w)
+        return sqrt(len(x)) * x + p
+    return x
+
+
+def logit(scheme, q, k, i, j, pos, w, L):
+    """The logit s_ij of one head.
+
+    scheme: a name, or a sum of names such as "abs+t5"; w: {name: its weights}; q, k (L, D): the
+    queries and keys of all tokens. L is not used here, but a new scheme may need it.
+    """
+    D, terms, s = len(q[i]), 1, 0.0
+    q_i, k_j, r = q[i], k[j], pos[j] - pos[i]
+    masked = i != j and MASKED in (pos[i], pos[j])
+    for name in scheme.split("+"):
+        own = w[name]
+        if name in ("rel", "rel_k", "rsin", "rlsin"):  # Shaw, TUPE eq 4: k_j + a_r
+            s += q[i] @ own.a[offset_row(r, masked)] / sqrt(D)
+        elif name == "t5":  # TUPE eq 5: a number per bucket, whatever the tokens are
+            s += own.b[32 if masked else bucket(r)]
+        elif name == "alibi":  # decreases with the distance
+            s += own.masked if masked else -own.slope * abs(r)
+        elif name == "rope":  # rotate both; their product then depends on the offset alone
+            q_i, k_j = rotate(q_i, pos[i]), rotate(k_j, pos[j])
+        elif name == "deberta":  # content-to-position and position-to-content
+            terms = 3
+            s += q[i] @ (own.a[offset_row(r, masked)] @ own.U_K) / sqrt(3 * D)
+            s += k[j] @ (own.a[offset_row(-r, masked)] @ own.U_Q) / sqrt(3 * D)
+        elif name == "bert_ad":  # TUPE sec 4.3: token + position, with separate projections
+            terms = 4
+            q_i, k_j = q[i] + own.p[pos[i]] @ own.U_Q, k[j] + own.p[pos[j]] @ own.U_K
+        elif name.startswith("tupe") or name == "t5_untie_cls":  # tokens and positions separately
+            terms = 1 if name == "t5_untie_cls" else 2
+            untied = not name.endswith("_tie_cls")
+            if untied and i == 0:  # attention from [CLS] does not depend on distance (TUPE eq 9)
+                s += own.theta[0]
+            elif untied and j == 0:  # nor does attention to [CLS]
+                s += own.theta[1]
+            else:
+                s += positional_logit(name, own, pos[i], pos[j], r, masked, D)
+        elif name not in ("none", "abs", "sin", "lsin"):  # these act only at the input
+            raise ValueError(f"{name} has no equation yet: add it to logit in teach/naive.py")
+    return q_i @ k_j / sqrt(terms * D) + s
+
+
+def positional_logit(name, w, pos_i, pos_j, r, masked, D):
+    """TUPE's v_ij, which depends on the two positions and not on the tokens."""
+    v = 0.0
+    if name == "tupe_a_free":  # TUPE sec 5: a free number per pair of positions
+        return w.M[pos_i, pos_j]
+    if name.startswith("tupe"):  # TUPE eq 10; w.p after its LayerNorm
+        v = (w.p[pos_i] @ w.U_Q) @ (w.p[pos_j] @ w.U_K) / sqrt(2 * D)
+    if name == "tupe_r_factored":  # TUPE sec 5: b_r as the product of two projections of a_r
+        a = w.a[offset_row(r, masked)]
+        return v + (a @ w.F_Q) @ (a @ w.F_K)
+    if name.startswith("tupe_r") or name == "t5_untie_cls":  # TUPE eq 11: plus T5's b_r
+        v = v + w.b[32 if masked else bucket(r)]
+    return v
+
+
+def attend(scheme, q, k, v, pos, w, pad):
+    """One attention head: y_i = sum_j A_ij v_j, where A_i is the softmax of s_i over all tokens
+    that are not padding. q, k, v (L, D), pos and pad lists of length L -> (L, D)."""
+    L, y = len(q), []
+    for i in range(L):
+        keys = [j for j in range(L) if not pad[j]]
+        A = torch.stack([logit(scheme, q, k, i, j, pos, w, L) for j in keys]).softmax(0)
+        y_i = 0.0
+        for A_ij, j in zip(A, keys):
+            y_i = y_i + A_ij * v[j]
+            for name in scheme.split("+"):
+                if name in ("rel", "rsin", "rlsin"):  # Shaw: v_j + a_r
+                    masked = i != j and MASKED in (pos[i], pos[j])
+                    y_i = y_i + A_ij * w[name].a[offset_row(pos[j] - pos[i], masked)]
+        y.append(y_i)
+    return torch.stack(y)
+
+
+# --------------------------------------------------------------------------------------------------
+# Parts of the equations
+
+
+def offset_row(r, masked):
+    """The row of the offset r in a table of offsets."""
+    return 129 if masked else min(max(r, -64), 64) + 64
+
+
+def bucket(r):
+    """T5's bucket of the offset r: 16 per sign; the first 8 hold one distance each, the others
+    ranges that grow logarithmically up to 128."""
+    first, distance = (16, r) if r > 0 else (0, -r)
+    if distance < 8:
+        return first + distance
+    return first + min(15, 8 + int(log(distance / 8) / log(128 / 8) * 8))
+
+
+def frequencies(width):
+    """w_k = 10000^(-2k/width)."""
+    return [10000 ** (-2 * k / width) for k in range(width // 2)]
+
+
+def sinusoid(x, w):
+    """[sin w_0 x, cos w_0 x, sin w_1 x, cos w_1 x, ...]"""
+    waves = []
+    for w_k in w:
+        angle = torch.as_tensor(x * w_k, dtype=torch.double)
+        waves += [angle.sin(), angle.cos()]
+    return torch.stack(waves)
+
+
+def rotate(x, position):
+    """Each pair of numbers is a point in a plane, rotated about the origin by position * w_n."""
+    rotated = []
+    for n, w_n in enumerate(frequencies(len(x))):
+        angle, a, b = position * w_n, x[2 * n], x[2 * n + 1]
+        rotated += [a * cos(angle) - b * sin(angle), a * sin(angle) + b * cos(angle)]
+    return torch.stack(rotated)
+
+
+# --------------------------------------------------------------------------------------------------
+# Two losses
+
+
+def mlm_loss(logits, tokens, selected):
+    """Predict the original tokens at the selected indices, most of which the model saw as [MASK].
+    logits (L, V), tokens (L,) -> the mean of -log p(token)."""
+    losses = [-logits[i].log_softmax(0)[tokens[i]] for i in selected]
+    return sum(losses) / len(losses)
+
+
+def pplm_loss(pair_logits, L, eligible):
+    """Predict the true offset of each ordered pair of tokens, when some tokens were given each
+    other's positions (RPP sec 3.1). pair_logits(i, j) -> logits (2L-1,) of the offsets 1-L ... L-1;
+    eligible[i]: token i is not a special token, which are not scored."""
+    losses = []
+    for i in range(L):
+        for j in range(L):
+            if i != j and eligible[i] and eligible[j]:
+                losses.append(-pair_logits(i, j).log_softmax(0)[j - i + L - 1])
+    return sum(losses) / len(losses)

@@ -1,0 +1,200 @@
+"""Minimal pairs: of two sentences, which one does a model find more likely?
+
+    python -m tools.blimp --ckpt RUN --pairs blimp/data
+
+The folder holds .jsonl files, also compressed (.xz, .gz), with sentence_good and sentence_bad, such
+as data/*.jsonl of huggingface.co/datasets/alexwarstadt/blimp (BLiMP, Warstadt et al. 2020). No
+training is needed. Which score is used depends on the objective:
+
+mlm                   pseudo-log-likelihood: each token masked in turn (Salazar et al. 2020)
+clm                   log-likelihood
+position objectives   mean log-probability of the true offsets
+
+Order-only pairs consist of two orders of the same tokens, so token frequencies cannot tell them
+apart. A tie counts 1/2. Writes blimp.json: the accuracies by phenomenon and paradigm, their mean
+over paradigms, and that of order-only pairs.
+"""
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pandas  # comes with datasets
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm  # comes with datasets
+
+from lib.config import DEVICE, PATH, Parser, catch_errors, setting
+from lib.device import keep_memory, pick_device
+from lib.files import newest_run
+from lib.sources import list_files
+from model import UNKNOWN_POS
+from tools.probe import output_folder, print_table, write_numbers
+from tools.sample import load_pretraining, position_objective
+
+BATCH_TOKENS = 8192  # tokens per batch
+TIE_NATS = 1e-4  # scores that are closer than this tie
+
+
+@dataclass
+class BlimpConfig:
+    pairs: str | None = setting(None, "folder of .jsonl files, or one file", PATH)
+    ckpt: str | None = setting(None, "run folder or checkpoint (default: the newest run)", PATH)
+    out_dir: str | None = setting(None, "where to write (default: RUN/blimp)", PATH)
+    device: str | None = DEVICE
+
+
+def read_pairs(path):
+    """-> a table of good, bad, paradigm, phenomenon. The last two default to the file's name.
+    Raises ValueError."""
+    tables = []
+    for file in list_files(path if os.path.isfile(path) else os.path.join(path, "*.jsonl*")):
+        try:
+            rows = pandas.read_json(
+                file, lines=True, dtype=False, convert_dates=False, encoding="utf-8-sig"
+            )
+        except Exception as error:  # JSON, encodings and decompressors have many kinds
+            raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+        rows = rows.reindex(columns=["sentence_good", "sentence_bad", "UID", "linguistics_term"])
+        rows.columns = "good bad paradigm phenomenon".split()
+        if not rows[["good", "bad"]].map(lambda x: isinstance(x, str) and x.strip()).all(axis=None):
+            raise ValueError(f"{file}: every line needs texts sentence_good and sentence_bad")
+        rows["paradigm"] = rows.paradigm.fillna(os.path.basename(file).partition(".jsonl")[0])
+        # The paradigms of s-selection belong to one of the paper's 12 phenomena.
+        rows["phenomenon"] = rows.phenomenon.fillna(rows.paradigm)
+        rows["phenomenon"] = rows.phenomenon.replace("s-selection", "argument_structure")
+        tables.append(rows)
+    if not sum(map(len, tables)):
+        raise ValueError(f"--pairs {path}: there are no pairs, it takes a folder of .jsonl files")
+    return pandas.concat(tables, ignore_index=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores: tokens (B, L) -> (B,), the higher the more likely; float64, so that the sums of equal
+# numbers in another order tie
+
+
+def pseudo_log_likelihood(model, tokens):
+    """mlm: the sum over tokens of log p(token | all others)."""
+    encoder, (B, L) = model.encoder, tokens.shape
+    n = L - 2
+    index = torch.arange(1, n + 1, device=tokens.device).repeat(B)  # (B n,): the masked token
+    rows = tokens.repeat_interleave(n, 0)  # (B n, L)
+    masked = rows.scatter(1, index[:, None], encoder.config.mask_id)
+    each = torch.arange(len(rows), device=tokens.device), index
+    logits = model.objectives["mlm"].token_logits(encoder, encoder(masked)[each])  # (B n, V)
+    losses = F.cross_entropy(logits, rows[each], reduction="none")
+    return -losses.view(B, n).cpu().double().sum(1)
+
+
+def log_likelihood(model, tokens):
+    """clm: the sum over tokens of log p(token | those to its left)."""
+    hidden = model.encoder(tokens, causal=True)[:, :-2]
+    logits = model.objectives["clm"].token_logits(model.encoder, hidden)  # (B, n, V)
+    losses = F.cross_entropy(logits.mT, tokens[:, 1:-1], reduction="none")
+    return -losses.cpu().double().sum(1)
+
+
+def offset_likelihood(model, tokens):
+    """Position objectives: the mean log-probability of the true offset of all pairs, every token
+    having its true position (pmlm: a masked one)."""
+    objective, (B, L) = position_objective(model), tokens.shape
+    index = torch.arange(L, device=tokens.device)
+    pos = index.expand(B, L).clone()
+    if objective.masks_positions:
+        pos[:, 1:-1] = UNKNOWN_POS
+    s = objective.head.scores(model.encoder, model.encoder(tokens, pos), pos)  # (B, n, n, H)
+    true = (index - index[:, None])[1:-1, 1:-1].expand(B, -1, -1)  # (B, n, n)
+    pairs = true != 0
+    label = objective.label(true, true)[pairs]
+    losses = F.cross_entropy(objective.head.psi(s[pairs]).float(), label, reduction="none")
+    losses = losses.view(B, (L - 2) * (L - 3)).cpu().double()
+    return -losses.mean(1).nan_to_num()  # a single token has no pairs
+
+
+@torch.no_grad()
+def sentence_scores(model, sentences):
+    """N lists of ids -> (N,) float64. In float32 without autocast, so that ties stay ties. Raises
+    ValueError if the objective cannot score sentences."""
+    cfg, device = model.encoder.config, model.encoder.tok.weight.device
+    if "mlm" in model.objectives:
+        score = pseudo_log_likelihood
+    elif "clm" in model.objectives:
+        score = log_likelihood
+    elif position_objective(model):
+        score = offset_likelihood
+    else:
+        raise ValueError(
+            f"{'+'.join(model.names)} cannot score sentences; mlm, clm and position objectives can"
+        )
+    lengths = np.array([len(ids) for ids in sentences])
+    scores, batches = np.zeros(len(sentences)), []
+    for n in np.unique(lengths):  # all of one length: no padding
+        same = np.flatnonzero(lengths == n)
+        size = max(1, BATCH_TOKENS // (n * (n + 2)))  # mlm needs n sequences per sentence
+        batches += np.split(same, range(size, len(same), size))
+    for chosen in tqdm(batches, "minimal pairs", leave=False, disable=None):
+        tokens = [(cfg.cls_id, *sentences[i], cfg.sep_id) for i in chosen]
+        scores[chosen] = score(model, torch.tensor(tokens, device=device)).numpy()
+    return scores
+
+
+def accuracies(table):
+    """A table with a row per pair: paradigm, phenomenon, order_only (bool), correct (1, 0, or .5
+    for a tie) -> what blimp.json holds."""
+    by_paradigm = table.groupby("paradigm").correct.mean()
+    return {
+        "mean": by_paradigm.mean(),
+        "order_only": table.correct[table.order_only].mean(),
+        "order_only_pairs": int(table.order_only.sum()),
+        "ties": int((table.correct == 0.5).sum()),
+        "pairs": len(table),
+        "phenomena": table.groupby("phenomenon").correct.mean().to_dict(),
+        "paradigms": by_paradigm.to_dict(),
+    }
+
+
+def score_pairs(model, pairs):
+    """-> what blimp.json holds. Pairs that are too long for the model are left out. Raises
+    ValueError if all are."""
+
+    def encode(text):  # with a space, so that the first word has the token it has elsewhere
+        return model.encoder.tokenizer.encode_ordinary(" " + text.strip())
+
+    ids = pairs[["good", "bad"]].map(encode)
+    longest = model.encoder.config.max_len - 2
+    ids = ids[ids.map(len).max(axis=1) <= longest]
+    if ids.empty:
+        raise ValueError(f"all pairs are longer than the {longest} tokens that the model takes")
+    good, bad = np.split(sentence_scores(model, [*ids.good, *ids.bad]), 2)
+    table = pairs.loc[ids.index]
+    table["order_only"] = ids.good.map(sorted) == ids.bad.map(sorted)
+    table["correct"] = np.where(abs(good - bad) <= TIE_NATS, 0.5, good > bad)
+    return {**accuracies(table), "left_out": len(pairs) - len(ids)}
+
+
+def main(argv=None):
+    with catch_errors():
+        parser = Parser("-m tools.blimp", __doc__)
+        parser.add_settings("what is scored", BlimpConfig)
+        args = parser.parse_args(argv, BlimpConfig())
+        keep_memory()
+        if not args.pairs:
+            raise ValueError("--pairs is missing: a folder of .jsonl files")
+        pairs, path = read_pairs(args.pairs), args.ckpt or newest_run()
+        model = load_pretraining(path).to(pick_device(args.device))
+        found = score_pairs(model, pairs)
+        rows = [{"phenomenon": key, "accuracy": x} for key, x in found["phenomena"].items()]
+        rows += [{"phenomenon": key, "accuracy": found[key]} for key in ("mean", "order_only")]
+        print_table(rows)
+        print(
+            f"{found['pairs']:,} pairs, {found['left_out']:,} too long; {found['ties']:,} ties; "
+            f"{found['order_only_pairs']:,} are two orders of the same tokens (order_only)"
+        )
+        file = output_folder(path, "blimp", args.out_dir) / "blimp.json"
+        write_numbers(file, found)
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,339 @@
+"""Try a trained model on a text.
+
+    python -m tools.sample                                                # prompts for texts
+    python -m tools.sample --text 'Returns the [MASK] of the array.'      # mlm
+    python -m tools.sample --text 'It is not possible to use both.'       # pplm
+    python -m tools.sample --ckpt out/run/finetuned-mnli.pt --text 'A man sleeps. ||| He is awake.'
+
+The newest run under out/ is used unless --ckpt names another one. The output depends on what the
+model was trained for:
+
+objective                text                         output
+mlm                      a text with [MASK]           the five most likely tokens
+pplm, pplm_some, pmlm    a sentence                   shuffled, then restored from the offsets that
+                                                      the model predicts
+pplm_binary              a sentence                   shuffled: which tokens were moved?
+clm                      the beginning of a text      its continuation
+nsp                      'one part ||| another'       does the second part follow the first?
+tc                       'one text ||| another'       similarity of the context's contribution
+                                                      within and across the texts
+a task (finetune.py)     one text, or 'one ||| two'   predictions with probabilities
+"""
+
+import contextlib
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from finetune import LIBRARY_NAMES, TASKS, load_finetuned, rank
+from lib.config import PATH, Parser, catch_errors, pick_fields, setting
+from lib.files import newest_run, read_checkpoint
+from lib.squad import Question
+from lib.weights import load_strict
+from model import UNKNOWN_POS, load
+from objectives import ObjectiveConfig, Pretraining, new_batch, seeded_generator
+
+NEXT_TOKENS = 20  # tokens that clm generates
+TEXTS = {
+    "mlm": "a text with [MASK]",
+    "position": "a sentence, to be shuffled",
+    "clm": "the beginning of a text",
+    "nsp": "'one part ||| another'",
+    "tc": "'one text ||| another'",
+}
+
+
+@dataclass
+class SampleConfig:
+    ckpt: str | None = setting(None, "run folder or checkpoint (default: the newest run)", PATH)
+    text: str | None = setting(None, "the text (default: prompts, line by line)")
+
+
+# --------------------------------------------------------------------------------------------------
+# A model and its input
+
+
+def load_pretraining(path) -> Pretraining:
+    """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
+    mode, without gradients; `.run_info` is the checkpoint without its weights. Raises ValueError,
+    FileNotFoundError."""
+    checkpoint = read_checkpoint(path)
+    if "task" in checkpoint:
+        raise ValueError(
+            f"{path} is fine-tuned, without the heads of pre-training: give the run that it "
+            "started from"
+        )
+    args = Namespace(**checkpoint["args"])
+    model = Pretraining(load(path), pick_fields(ObjectiveConfig, args))
+    load_strict(model, checkpoint["model"], path)
+    model.run_info = {k: v for k, v in checkpoint.items() if k not in ("model", "optimizer")}
+    return model.requires_grad_(False).eval()
+
+
+def position_objective(model):
+    """-> the model's position objective, or None."""
+    for objective in model.objectives.values():
+        if objective.kind == "position":
+            return objective
+
+
+def encode(encoder, *texts):
+    """-> [CLS] text [SEP] ... as (1, L). A [MASK] replaces the space before it too, as in training.
+    Raises ValueError if the sequence is too long for the model, or empty."""
+    cfg = encoder.config
+    ids = [cfg.cls_id]
+    for text in texts:
+        text = text.replace(" [MASK]", "[MASK]")
+        ids += encoder.tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
+        ids.append(cfg.sep_id)
+    if not 4 <= len(ids) <= cfg.max_len:
+        raise ValueError(
+            f"the text has {len(ids) - 2} tokens; this model takes 2 to {cfg.max_len - 2}"
+        )
+    return torch.tensor([ids], device=encoder.tok.weight.device)
+
+
+def decode(strings, order):
+    """Token strings in the given order (n,) -> text."""
+    return "".join(strings[i] for i in order).replace("[MASK]", " [MASK]").strip()
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokens and contexts
+
+
+def fill_masks(encoder, mlm, text, n=5):
+    """-> for each [MASK] of the text, the n most likely tokens [(token, probability), ...]."""
+    tokens = encode(encoder, text)
+    hidden = encoder(tokens)[tokens == encoder.config.mask_id]  # (n_masks, C)
+    logits = mlm.token_logits(encoder, hidden)[:, : encoder.config.cls_id]  # no special tokens
+    p, best = logits.softmax(-1).topk(n)
+    return [
+        [(encoder.tokenizer.decode([i]), x) for i, x in zip(*pair)]
+        for pair in zip(best.tolist(), p.tolist())
+    ]
+
+
+def continue_text(encoder, clm, text):
+    """-> NEXT_TOKENS tokens, each the most likely one, or as many as fit into the sequence."""
+    tokens = encode(encoder, text)[:, :-1]
+    n_given = tokens.size(1)
+    for _ in range(min(NEXT_TOKENS, encoder.config.max_len - n_given)):
+        last = encoder(tokens, causal=True)[:, -1:]  # (1, 1, C)
+        logits = clm.token_logits(encoder, last)[..., : encoder.config.cls_id]
+        tokens = torch.cat((tokens, logits.argmax(-1)), 1)
+    return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
+
+
+def context_similarity(model, texts):
+    """tc's g = h - e of two texts -> the mean cosine of two tokens of the same text, and of two
+    tokens of different texts."""
+    encoder, g = model.encoder, []
+    for text in texts:
+        tokens = encode(encoder, text)
+        hidden = encoder(tokens, causal=model.causal)
+        e = model.objectives["tc"].embedding(encoder, new_batch(tokens, encoder.config.vocab_size))
+        g.append(F.normalize((hidden - e)[0, 1:-1], dim=-1))  # (n, C)
+    within = [((x @ x.T).sum(1) - 1) / (len(x) - 1) for x in g]  # without the token itself
+    return float(torch.cat(within).mean()), float((g[0] @ g[1].T).mean())
+
+
+# --------------------------------------------------------------------------------------------------
+# Order
+
+
+def shuffle(encoder, objective, text, seed=0):
+    """Permute (or mask) the positions of a sentence as in training -> its n token strings, batch,
+    hidden (1, L, C). A space is put first: without it, the first token would be recognizable."""
+    tokens = encode(encoder, " " + text.lstrip())
+    batch = new_batch(tokens, encoder.config.vocab_size)
+    if round(objective.cfg.pos_rate * (tokens.size(1) - 2)) < 2:
+        raise ValueError(f"{text!r} is too short to shuffle")
+    true = batch["pos"] = torch.arange(tokens.size(1), device=tokens.device)
+    while (batch["pos"] == true).all():  # of a short text, every token may keep its position
+        objective.corrupt(batch, seeded_generator(tokens.device, seed, "sample"))
+        seed += 1
+    strings = [encoder.tokenizer.decode([i]) for i in tokens[0, 1:-1].tolist()]
+    return strings, batch, encoder(tokens, batch["pos"])
+
+
+def best_order(log_p, assigned):
+    """The positions of n tokens that make the predicted offsets most likely.
+
+    log_p (n, n, 2L - 1), the log-probability of each offset of each pair; assigned (n,), the
+    positions that the tokens were given -> (n,), the restored positions.
+
+    This is a local search: of all exchanges of two tokens, the one that gains most is made, until
+    none helps. It starts from the assigned positions and from the tokens sorted by their mean
+    predicted offsets, and the more likely end counts. The assigned positions themselves are
+    excluded: most pairs did not move, so a model that is unsure would just return them.
+    """
+    n, L = len(assigned), log_p.size(-1) // 2 + 1
+    offset = log_p.softmax(-1) @ torch.arange(1.0 - L, L)  # (n, n): expected offsets
+    rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()
+    token, ends = torch.arange(n), []
+    both = (log_p + log_p.transpose(0, 1).flip(-1)).double()  # (i, j) and (j, i) together
+    both[token, token] = 0
+    for pos in (assigned, assigned.sort().values[rank]):
+        while True:
+            r = pos - pos[:, None] + L - 1  # (n, n): classes of the offsets
+            now, reversed = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
+            # gain[i, j]: of the pairs of token i, if it had the position of token j. The last line
+            # adds those of token j, and corrects the pair (i, j), whose offset is reversed.
+            gain = both[:, token, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
+            gain = gain + gain.T + now + reversed
+            moved = (pos != assigned).nonzero()[:, 0]
+            gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
+            if len(moved) == 2:  # exchanging them again would restore the assigned positions
+                gain[moved, moved.flip(0)] = -math.inf
+            i, j = divmod(int(gain.argmax()), n)
+            if i == j:
+                break
+            pos = pos.clone()
+            pos[[i, j]] = pos[[j, i]]
+        ends.append((float(now.sum()), pos))
+    return max(ends, key=lambda end: end[0])[1]
+
+
+def restore(encoder, objective, text, seed=0):
+    """Shuffle a sentence and restore it from the predicted offsets -> its token strings, and two
+    permutations (n,): their order as shuffled, and as restored."""
+    strings, batch, hidden = shuffle(encoder, objective, text, seed)
+    pos = batch["pos"][0, 1:-1].cpu()
+    masked = pos == UNKNOWN_POS  # pmlm: these tokens get the free positions at random
+    free = masked.nonzero()[:, 0] + 1
+    pos[masked] = free[torch.randperm(len(free), generator=seeded_generator("cpu", seed, "free"))]
+    scores = objective.head.scores(encoder, hidden, batch["pos"])
+    log_p = objective.head.psi(scores).float().log_softmax(-1)[0].cpu()  # (n, n, 2L - 1)
+    return strings, pos.argsort(), best_order(log_p, pos).argsort()
+
+
+def correct_pairs(order) -> int:
+    """The number of pairs that a permutation (n,) leaves in order: all n (n - 1) / 2 for the
+    identity, half of them by chance."""
+    first, second = torch.combinations(order).T
+    return int((first < second).sum())
+
+
+def detect_moved(objective, encoder, hidden, batch):
+    """Can a position objective tell which tokens were moved? Yields, for each sequence and its n
+    eligible tokens: the model's confidence in their positions (n,), which is the probability that a
+    pair's assigned offset is the true one, averaged over all pairs of the token in both directions;
+    whether they stayed (n,) bool; and the AUC of the confidence (ties count 1/2; NaN if all tokens
+    stayed or all moved)."""
+    head = objective.head
+    scores = head.scores(encoder, hidden, batch["pos"])  # (B, L-2, L-2, H)
+    for s, pos, eligible in zip(scores, batch["pos"], batch["eligible"]):
+        index = eligible.nonzero()[:, 0]
+        pos = pos[index]
+        assigned = pos - pos[:, None]  # (n, n)
+        label = objective.label(assigned, assigned)  # the class if the assigned offset is true
+        s = s[index - 1][:, index - 1]  # [CLS] has no scores
+        p = head.psi(s).float().softmax(-1)  # (n, n, n_classes)
+        p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
+        confidence = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
+        stayed = pos == index
+        difference = confidence[stayed][:, None] - confidence[~stayed]
+        yield confidence, stayed, float(difference.sign().mean() + 1) / 2
+
+
+# --------------------------------------------------------------------------------------------------
+# What is printed
+
+
+def print_sample(model, text):
+    """Print what a pre-trained model predicts for a text. Raises ValueError if the text does not
+    suit its objectives."""
+    encoder, heads, position = model.encoder, model.objectives, position_objective(model)
+    parts = [part.rstrip() for part in text.split("|||", 1)]
+    if "[MASK]" in text and "mlm" in heads:
+        for answers in fill_masks(encoder, heads["mlm"], text):
+            print("[MASK]: " + ", ".join(f"{token!r} {p:.2f}" for token, p in answers))
+    elif "|||" in text and "nsp" in heads:
+        p = heads["nsp"].classify(encoder(encode(encoder, *parts))).softmax(-1)[0, 0]
+        print(f"probability that the second part follows the first: {p:.3f}")
+    elif "|||" in text and "tc" in heads:
+        within, across = context_similarity(model, parts)
+        print("mean cosine of what the context contributes to two tokens:")
+        print(f"of the same text {within:.3f}, of different texts {across:.3f}")
+    elif "|||" in text or "[MASK]" in text or not (position or "clm" in heads):
+        raise ValueError(f"this model ({'+'.join(model.names)}) takes {accepted_texts(model)}")
+    elif "clm" in heads:
+        print(f"{text} ...{continue_text(encoder, heads['clm'], text)}")
+    elif "pplm_binary" in heads:
+        strings, batch, hidden = shuffle(encoder, position, text)
+        [(confidence, stayed, auc)] = detect_moved(position, encoder, hidden, batch)
+        print("some tokens were moved; the model's confidence in each assigned position:")
+        for token, p, has_stayed in zip(strings, confidence, stayed):
+            print(f"{p:.2f} {'stayed' if has_stayed else 'moved '} {token!r}")
+        print(f"AUC of moved against others: {auc:.2f} (chance .5)")
+    else:
+        strings, shuffled, restored = restore(encoder, position, text)
+        n = len(strings)
+        print(f"shuffled: {decode(strings, shuffled)}")
+        print(f"restored: {decode(strings, restored)}")
+        print(f"original: {decode(strings, range(n))}")
+        print(
+            f"pairs in the correct order, of {n * (n - 1) // 2}: {correct_pairs(shuffled)} as "
+            f"shuffled, {correct_pairs(restored)} as restored"
+        )
+
+
+def accepted_texts(model):
+    """-> which texts a pre-trained model takes, in words."""
+    names = ["position" if part.kind == "position" else n for n, part in model.objectives.items()]
+    return " or ".join(TEXTS[name] for name in names)
+
+
+def print_predictions(model, text):
+    """Print what a fine-tuned Classifier predicts for a text or two, joined by |||. Raises
+    ValueError on another number of texts."""
+    task = TASKS[model.name]
+    texts = [part.strip() for part in text.split("|||") if part.strip()]
+    if len(texts) != len(task.texts):
+        raise ValueError(
+            f"{model.name} takes {len(task.texts)} text(s), {' ||| '.join(task.texts)}"
+        )
+    if model.name == "docs":
+        texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]  # as in the task's data
+    [answers] = rank(model, [Question(texts)])
+    for p, answer in answers[:5]:
+        if task.kind == "score":
+            print(f"{answer:.3f}")
+        elif p > 0:
+            name = task.classes[answer] if task.classes else answer or "(no answer)"
+            print(f"{p:.4f}  {name}")
+
+
+def main(argv=None):
+    with catch_errors():
+        parser = Parser("-m tools.sample", __doc__)
+        parser.add_settings("what is tried", SampleConfig)
+        args = parser.parse_args(argv, SampleConfig())
+        path = args.ckpt or newest_run()
+        if "task" in read_checkpoint(path):
+            _, model = load_finetuned(path)
+            print_output, trained_on = partial(print_predictions, model), model.name
+            accepted = " ||| ".join(TASKS[model.name].texts)
+        else:
+            model = load_pretraining(path)
+            print_output, trained_on = partial(print_sample, model), "+".join(model.names)
+            accepted = accepted_texts(model)
+        print(f"{path}: {model.encoder.config.pe}, {trained_on}")
+        if args.text is not None:
+            return print_output(args.text)
+        print(f"It takes {accepted}; an empty line ends.")
+        with contextlib.suppress(EOFError):
+            while (text := input("text: ")).strip():
+                try:
+                    print_output(text)
+                except ValueError as error:  # the next text may be fine
+                    print(error)
+
+
+if __name__ == "__main__":
+    main()
