@@ -124,7 +124,8 @@ def test_damaged_files_are_one_clear_line(tmp_path):
 @pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.txt.gz"])
 def test_text_that_is_not_utf8_is_refused(tmp_path, encoding, name):
     """Decoding with the wrong encoding must not end in training data."""
-    text = "한국어 한국어" if encoding == "cp949" else "caf\xe9, \xfcber alles, na\xefve"
+    text = {"cp949": "한국어 한국어", "latin-1": "caf\xe9, na\xefve", "cp1252": "“yes”"}
+    text = text.get(encoding, "plain letters, of which UTF-16 has valid UTF-8 with NULs")
     content = f'text\n"{text}"\n' * 50
     opener = gzip.open if name.endswith("gz") else open
     with opener(tmp_path / name, "wb") as handle:
@@ -245,8 +246,10 @@ def test_hub_data_sets_stream(tmp_path, said):
     pytest.importorskip("datasets")
     file = write_corpus(tmp_path / "train.jsonl", 7)
     texts = [json.loads(line)["text"] for line in open(file)]
+    with open(file, "a") as handle:
+        handle.write('{"title": "t", "text": null}\n')
     part = sources.hub_part(str(tmp_path), None, 1, "text")
-    assert list(part.documents()) == texts and "GB to stream" in said()
+    assert list(part.documents()) == [*texts, None] and "GB to stream" in said()
     part = sources.hub_part(str(tmp_path), None, 3, "text")
     assert list(part.documents()) == ["\n".join(texts[i : i + 3]) for i in (0, 3, 6)]
     part = sources.hub_part(str(tmp_path), None, 1, "body")
@@ -314,13 +317,18 @@ def test_bpe_is_bounded_for_any_text(monkeypatch, said):
     assert count_words([Part(lambda: [text], 1)], monkeypatch) == exact
     assert "too many" not in said()
     odd = [f"{text} " + "".join(rng.choices("汉字文本很长没有空格", k=30)) for _ in range(50)]
-    odd += ["x" * 2000 + " " + "y" * 900]
-    counted = count_words(
-        [Part(lambda: odd, 1)], monkeypatch, BPE_WORDS=30, BPE_BYTES=500, BPE_WORD=100
-    )
-    assert sum(map(len, counted)) <= 500 and max(map(len, counted)) <= 300
+    odd += ["x" * 101 + " " + "y" * 90]
+    most_frequent, sizes = data.most_frequent, []
+    monkeypatch.setattr(data, "most_frequent", lambda w: sizes.append(len(w)) or most_frequent(w))
+    bounds = dict(BPE_WORDS=40, BPE_BYTES=1000, BPE_WORD=100)
+    counted = count_words([Part(lambda: odd, 1)], monkeypatch, **bounds)
+    assert 900 < sum(map(len, counted)) <= 1000 and max(sizes) <= 42
     assert all(abs(counted[word] - 50 * n) <= 50 for word, n in exact.items())
     assert f"trained on the {len(counted)} most frequent" in said()
+    bounds["BPE_BYTES"] = 10_000
+    assert set(count_words([Part(lambda: odd[-1:], 1)], monkeypatch, **bounds)) == {
+        b" " + b"y" * 90
+    }
 
 
 @pytest.mark.slow

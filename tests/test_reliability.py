@@ -179,12 +179,12 @@ def test_a_full_disk(run, whole, tmp_path, monkeypatch, capsys, how):
     assert_same(whole, run("run", f"{OFTEN} --resume"))
 
 
-@pytest.mark.parametrize("flags, step, saved", [("", 8, 5), ("--dtype float16", 17, 15)])
-def test_a_loss_that_is_not_finite(run, tmp_path, monkeypatch, capsys, flags, step, saved):
+@pytest.mark.parametrize("dtype, step, saved", [("float32", 8, 5), ("float16", 17, 15)])
+def test_a_loss_that_is_not_finite(run, tmp_path, monkeypatch, capsys, dtype, step, saved):
     """A loss that is not finite (fp16: ten in a row) ends the run with one line; nothing is saved
     after it."""
-    overflow(monkeypatch, range(7, 30))
-    flags = f"--steps 30 --eval_every 5 --log_every 1 --dtype float32 {flags}"
+    overflow(monkeypatch, {*range(7, 30), *([0, 2] if dtype == "float16" else [])})
+    flags = f"--steps 30 --eval_every 5 --log_every 1 --dtype {dtype}"
     error = one_line(capsys, run, "run", flags, code=1)
     assert f"not finite near step {step}" in error and "keeps its last checkpoint" in error
     checkpoint = weights(tmp_path / "run")
@@ -201,12 +201,6 @@ def test_a_gradient_that_is_not_finite(run, monkeypatch, capsys):
     assert "not finite near step 5" in one_line(capsys, run, "run", flags, code=1)
 
 
-def test_out_of_memory(run, monkeypatch, capsys):
-    """Running out of memory is one line that names the flags to change."""
-    before_step(monkeypatch, {2}, failing(torch.OutOfMemoryError("CUDA out of memory")))
-    assert "decrease --batch_size" in one_line(capsys, run, "run", "--steps 5", code=1)
-
-
 # --------------------------------------------------------------------------------------------------
 # fp16 on a CPU: the code path of a V100
 
@@ -215,7 +209,7 @@ def test_fp16_skips_steps_and_resumes(run, tmp_path, monkeypatch):
     """A step that overflows changes no weight, halves the scale and advances the schedule. A run
     resumed among such steps is bit-equal; it may also be resumed with another dtype, and back."""
     overflow(monkeypatch, {1, 3, 4, 8})
-    flags = "--steps 10 --eval_every 1 --keep_every 1 --log_every 1 --grad_accum 2 --dtype float16"
+    flags = "--steps 10 --keep_every 1 --log_every 1 --grad_accum 2 --dtype float16"
     uninterrupted = run("whole", flags)
     states = [weights(uninterrupted, f"ckpt_{step}.pt") for step in range(1, 11)]
     for step, (a, b) in enumerate(zip(states, states[1:]), 1):
@@ -538,10 +532,3 @@ def test_wrong_input_is_one_line(run, tmp_path, monkeypatch, capsys):
         error = one_line(capsys, run, "wrong", flags.format(run=folder))
         assert error.startswith("error: ") and message in error, (flags, error)
         assert len(error) < 1000 and not (tmp_path / "wrong").exists()
-
-
-def test_help(capsys):
-    """--help names every scheme, objective and preset."""
-    assert exit_code(train.main, ["--help"]) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in [*PE_NAMES, *train.OBJECTIVES, *train.PRESETS])

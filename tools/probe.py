@@ -544,8 +544,8 @@ def compare_runs(patterns, out_dir, device):  # --runs
         runs.append((run, attention_map(title, A)))
     if not runs:
         raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
-    place = {pe: i for i, pe in enumerate(PE_NAMES)}
-    runs.sort(key=lambda pair: place.get(pair[0]["pe"], len(place)))
+    rank = {pe: i for i, pe in enumerate(PE_NAMES)}
+    runs.sort(key=lambda pair: rank.get(pair[0]["pe"], len(rank)))
     runs, maps = zip(*runs)
     print_table(runs)
     table5 = correlations(runs)

@@ -181,11 +181,11 @@ def best_order(log_p, assigned):
     for pos in (assigned, assigned.sort().values[rank]):
         while True:
             r = pos - pos[:, None] + L - 1  # (n, n): classes of the offsets
-            now, reversed = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
+            now, swapped = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
             # gain[i, j]: of the pairs of token i, if it had the position of token j. The last line
             # adds those of token j, and corrects the pair (i, j), whose offset is reversed.
             gain = both[:, token, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
-            gain = gain + gain.T + now + reversed
+            gain = gain + gain.T + now + swapped
             moved = (pos != assigned).nonzero()[:, 0]
             gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
             if len(moved) == 2:  # exchanging them again would restore the assigned positions
