@@ -370,7 +370,7 @@ def train(model, rows, chosen, lr, seed, args):
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
     epochs = (batches_by_length(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
     batches = itertools.chain.from_iterable(epochs)
-    n_bad = torch.zeros((), device=args.device)  # successive steps with a non-finite gradient
+    n_bad = torch.zeros((), device=args.device)  # steps with a non-finite gradient; fp16: in a row
     model.train()
     bar = tqdm(batches, f"{model.name} seed {seed}", steps, leave=False, disable=None)
     for step, indices in enumerate(bar):
@@ -385,13 +385,14 @@ def train(model, rows, chosen, lr, seed, args):
 
         # Clip and update. With fp16 the scaler skips a step with a non-finite gradient.
         scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
         # Each check is a CPU-GPU sync. With fp16, some skipped steps are normal.
-        n_bad = (n_bad + 1) * ~norm.isfinite()
+        bad = ~grad_norm.isfinite()
+        n_bad = (n_bad + bad) * bad if scaler.is_enabled() else n_bad + bad
         if step % 200 == 199 or step + 1 == steps:
             if n_bad >= 10 if scaler.is_enabled() else n_bad > 0 or not loss.isfinite():
                 raise RunFailed(

@@ -629,7 +629,10 @@ class ObjectiveConfig:
         names = parse_objective(self.objective)
         if self.loss_weights is not None:
             if len(self.loss_weights) != len(given):
-                raise ValueError(f"--loss_weights: {'+'.join(given)} needs {len(given)} numbers")
+                raise ValueError(
+                    f"--loss_weights: {'+'.join(given)} needs {len(given)} numbers, "
+                    f"not {len(self.loss_weights)}"
+                )
             self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
         self.objective = "+".join(names)
         used = {name for part in names for name in OBJECTIVES[part].settings}

@@ -196,7 +196,8 @@ def get_lr(step, args):
 def train(args, status):
     """A run from start to end. Sets `status.running` before the first step: from then on, a
     ValueError is a bug and keeps its traceback (lib/config.py)."""
-    # ---- device and processes (torchrun sets RANK and WORLD_SIZE)
+    # ---- device and processes: torchrun sets RANK and WORLD_SIZE; several machines need a shared
+    # disk
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(args.device)
     # Build the model without memory, to refuse impossible flags before the data is prepared, which
@@ -235,9 +236,10 @@ def train(args, status):
             raise ValueError(f"{path} was trained with a different tokenizer than this data's")
     if args.init_from in sources:
         changes = warm_start(model, sources[args.init_from], args.init_from)
-        print(f"--init_from {args.init_from}: {len(changes.pop('loaded'))} tensors loaded")
-        for what, names in changes.items():
-            print(f"  {what}: {', '.join(names) or 'none'}")
+        if rank == 0:
+            print(f"--init_from {args.init_from}: {len(changes.pop('loaded'))} tensors loaded")
+            for what, names in changes.items():
+                print(f"  {what}: {', '.join(names) or 'none'}")
     if args.init_embeddings in sources:
         weight = sources[args.init_embeddings]["model"]["encoder.tok.weight"]
         load_strict(model.encoder.tok, {"weight": weight}, "--init_embeddings")

@@ -7,6 +7,7 @@ moved. A loss below `copy` means that the model uses token identity; a loss belo
 `free_slots` or `some_moved` means that it has learned order.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -73,6 +74,7 @@ def unigram_entropy(corpus):
     return entropy(counts)
 
 
+@functools.cache
 def position_baselines(L, rate) -> dict:
     """Cross-entropies (nats) for sequences of L tokens without an inner [SEP].
 

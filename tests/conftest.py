@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the models are tiny
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from their old tree"
 WORDS = WORDS.split()
