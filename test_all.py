@@ -62,7 +62,7 @@ from tests.conftest import (  # fixtures, too
 
 VOCAB, CLS, SEP, MASK = 72, 64, 66, 67  # 64 ordinary ids, then the 8 special tokens
 ALL_PE = [pe for pe in PE_NAMES if pe not in ("bert_a", "bert_r")]  # these are abs and abs+t5
-ALL_PE += ["rope+t5", "abs+alibi", "abs+rope", "sin+rel_k"]
+ALL_PE += ["rope+t5", "abs+alibi", "abs+rope", "sin+rel_k", "abs+sin"]
 ALL_OBJECTIVES = [*OBJECTIVES, "mlm+pplm", "taco+pmlm", "clm+tc", "nsp+mlm+pplm_some+tc"]
 
 
@@ -169,7 +169,8 @@ def naive_encoder(encoder, tokens, pos, pad):
         x = []
         for token, position in zip(ids, at):
             x.append(encoder.tok.weight[token])
-            for name, w in weights[0][0].items():
+            # sin also scales the token embedding, so it comes before abs
+            for name, w in sorted(weights[0][0].items(), key=lambda item: "sin" not in item[0]):
                 x[-1] = naive.at_input(name, x[-1], position, w)
         x = encoder.norm(torch.stack(x))  # (L, C)
         for layer, block in enumerate(encoder.blocks):
@@ -652,7 +653,7 @@ def test_whole_words_are_selected(monkeypatch):
     model, tokens = pretraining("mlm", L=34, mask_rate=0.4, whole_word=True), sequences(50, 34)
     batch = model.corrupt(tokens, 0)
     assert batch["mlm_slots"].shape == (50, 13) and batch["mlm_weight"].all()
-    assert len(batch["mlm_slots"][:, 0].unique()) > 15
+    n_words = n_neighbors = 0
     for b, slots in enumerate(batch["mlm_slots"].tolist()):
         words = []
         for i in range(1, 33):
@@ -660,10 +661,13 @@ def test_whole_words_are_selected(monkeypatch):
                 words.append([])
             if tokens[b, i] < CLS:
                 words[-1].append(i)
+        last = None
         while slots:
-            (word,) = [word for word in words if slots[0] in word]
-            assert slots[: len(word)] == word[: len(slots)]
-            slots = slots[len(word) :]
+            (word,) = [w for w, word in enumerate(words) if slots[0] in word]
+            assert slots[: len(words[word])] == words[word][: len(slots)]
+            slots = slots[len(words[word]) :]
+            n_words, n_neighbors, last = n_words + 1, n_neighbors + (word - 1 == last), word
+    assert n_words > 300 and n_neighbors < 0.1 * n_words
 
 
 def test_clm_equals_a_loop():
@@ -918,10 +922,12 @@ def test_corruption_is_a_function_of_its_key():
     for key in ((8, 100, 0), (7, 101, 0), (7, 100, 1)):
         other = model.corrupt(tokens, *key)
         assert all((other[name] != batch[name]).any() for name in drawn.values())
-    together = pretraining("tc+pplm+mlm").corrupt(tokens, 7)
+    together = pretraining("tc+pplm+mlm", mask_rate=0.6).corrupt(tokens, 7)
     for name in ("mlm", "pplm", "tc"):
-        alone = pretraining(name).corrupt(tokens, 7)
+        alone = pretraining(name, mask_rate=0.6).corrupt(tokens, 7)
         close(alone[drawn[name]], together[drawn[name]], 0)
+    moved = together["pos"] != torch.arange(12)
+    assert (moved & ~together["mlm_selected"]).any(), "mlm and pplm select the same tokens"
 
 
 # ----- baselines
@@ -1233,12 +1239,14 @@ def test_init_from(run, capsys):
     out = capsys.readouterr().out
     assert "new: encoder.scheme.parts.T5Bias.table.weight, objectives.clm." in out
     assert "dropped: encoder.scheme.parts.TupeR." in out
-    short, long, other = (weights(folder)["model"] for folder in (short, long, other))
-    close(long[table][:16], short[table][:16], 1e-8)
-    close(long[table][-1], short[table][-1], 1e-8)  # the masked position
+    source, long, other = (weights(folder)["model"] for folder in (short, long, other))
+    close(long[table][:16], source[table][:16], 1e-8)
+    close(long[table][-1], source[table][-1], 1e-8)  # the masked position
     for key in ("encoder.tok.weight", "encoder.blocks.0.qkv.weight"):
-        close(long[key], short[key], 1e-8)
-        close(other[key], short[key], 1e-8)
+        close(long[key], source[key], 1e-8)
+        close(other[key], source[key], 1e-8)
+    (short / "ckpt.pt").unlink()  # a run is resumed without what it started from
+    run("other", f"{flags} --pe t5 --objective clm --resume")
 
 
 def test_embeddings_are_loaded_and_frozen(run):
