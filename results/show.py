@@ -74,6 +74,9 @@ COLUMNS = {
     "mlm loss": lambda row: row.get("val_mlm"),
     "at true positions": lambda row: row.get("mlm"),
     "copy": copy_baseline,
+    "knowing what moved": lambda row: (
+        row["baselines"].get("some_moved") or row["baselines"]["moved"]
+    ),
     "random tokens": lambda row: row["words"]["random"],
     "shuffled tokens": lambda row: row["words"]["shuffled"],
     "AUC": lambda row: row["words"]["auc"],
@@ -93,6 +96,7 @@ SHOWN = {
     "recipe": "loss|last 200 steps|leaves plateau at|AIV|order-only",
     "pplm": TOKENS,
     "plateau": f"{TOKENS}|AIV",
+    "classroom": "loss|copy|knowing what moved|random tokens|shuffled tokens|AUC|minutes",
     "lengths": "loss",
     "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|BLiMP|order-only",
     "taco": "mlm loss|loss|minutes",
