@@ -160,7 +160,8 @@ def bpe_state(parts):
     if bounded or len(kept) < len(words):
         print(f"bpe: too many or too long words; trained on the {len(kept):,} most frequent ones")
     ranks = train_bpe({word.encode("utf-8", "replace"): n for word, n in kept.items()}, BPE_IDS)
-    # A tiny corpus has too few merges: fill up, so that the ids of the special tokens stay.
+    # A tiny corpus has too few merges. Fill up with tokens that no UTF-8 text contains, so that the
+    # ids of the special tokens are always the same.
     ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]
     return tokenizer_state("bpe", GPT2_PATTERN, ranks)
 
@@ -190,8 +191,12 @@ def encoding_arguments(state):
     """A tokenizer's state -> the arguments of tiktoken.Encoding. Checkpoints hold them, so a run
     can be used without its corpus."""
     ranks = {token.encode("latin-1"): rank for rank, token in enumerate(state["ranks"])}
-    names = {"name": state["name"], "pat_str": state["pattern"]}
-    return {**names, "mergeable_ranks": ranks, "special_tokens": state["specials"]}
+    return {
+        "name": state["name"],
+        "pat_str": state["pattern"],
+        "mergeable_ranks": ranks,
+        "special_tokens": state["specials"],
+    }
 
 
 # A character that continues a word. In scripts that are written without spaces none does: every
@@ -204,8 +209,9 @@ IN_WORD = regex.compile(
 
 def word_starts(tokenizer, vocab_size):
     """-> (2, V) bool, for whole-word masking. [0]: the token begins a word; [1]: the token after it
-    begins a word. As in BERT, punctuation, white space and special tokens are words of their own
-    (except that text joins a character before it that takes several tokens, such as an emoji).
+    begins a word. As in BERT, punctuation, white space and special tokens are words of their own.
+    (One exception: text right after a character of several tokens, such as an emoji, belongs to the
+    same word as that character.)
 
     Raises ValueError without a tokenizer.
     """
@@ -215,7 +221,8 @@ def word_starts(tokenizer, vocab_size):
     for i in range(vocab_size - len(SPECIALS)):
         token = tokenizer.decode_single_token_bytes(i)
         continues_character = 0x80 <= token[0] < 0xC0
-        # A character that the token cuts is completed to one that is typical of its first byte.
+        # A token may end inside its first character. Bytes that typically follow complete it, so
+        # that it can be decoded and classified.
         rest = b"\xb1" if token[0] < 0xE0 else b"\x80\x80\x80"
         first = (token + rest).decode("utf-8", "replace")[0]
         last = token.decode("utf-8", "replace")[-1]
@@ -282,8 +289,8 @@ def prepare(
 
 
 def find_prepared(dataset, tokenizer, cache):
-    """The folder, if `dataset` is a prepared folder or the docs of the installed packages, which
-    take 25 s to read again. Raises ValueError."""
+    """-> the folder if the data is prepared already, else None: `dataset` is a prepared folder, or
+    docs (which take 25 s to read again). Raises ValueError."""
     folder = Path(dataset).expanduser()
     if (folder / "meta.json").exists():
         used = read_json(folder / "meta.json", tokenizer=str)["tokenizer"]
@@ -371,6 +378,7 @@ def chunks(text):
     start = 0
     while len(text) - start > ENCODE_CHUNK:
         window = text[start + 1 : start + ENCODE_CHUNK]
+        # The last white space of the window, or without one (-1 + 1 = 0) the whole chunk.
         cut = max(window.rfind(" "), window.rfind("\n")) + 1 or ENCODE_CHUNK
         yield text[start : start + cut]
         start += cut
@@ -411,9 +419,8 @@ class Batches:
         if self.n < 1 or corpus.n_sequences("val", L) < 1:
             raise ValueError(
                 f"{corpus.folder} has {len(corpus.train):,} tokens for training and "
-                f"{len(corpus.val):,} for validation (its second document and every 50th after "
-                f"it); a sequence of {L} needs {L - 2} of each: add documents, or use a smaller "
-                "--block_size"
+                f"{len(corpus.val):,} for validation; a sequence of {L} needs {L - 2} of each: add "
+                "documents, or use a smaller --block_size or a larger --data_fraction"
             )
 
     def __call__(self, index, size):

@@ -73,13 +73,15 @@ TASKS = {
 }
 METRICS = {name: task.score for name, task in TASKS.items()}
 
-# A value, or one per task (squad: both versions), for d_model < 512 (narrow), or for the rest. A
-# warm-up below 1 is a share of the steps. Of several learning rates the best one counts.
+# An entry is one value, or a dictionary whose keys are tasks ("squad" includes squad_v2), "narrow"
+# (d_model < 512), and REST for everything else. A warm-up below 1 is a share of the steps. With
+# several learning rates, the one with the best score counts.
 #
-# Deviations. ELECTRA's code has one linear layer on [CLS], warms up to .9 of the learning rate,
-# uses Adam without bias correction, and trains MRPC and STS-B on both orders of the texts. TACO has
-# another recipe for base size (table 8) and averages MNLI-m alone in its table 3. Wang 2021 takes
-# the best of every 1,000 steps on SQuAD's dev set; here the last model is scored.
+# What the papers do and this does not (deviations): ELECTRA's code has one linear layer on [CLS],
+# warms up to .9 of the learning rate, uses Adam without bias correction, and trains MRPC and STS-B
+# on both orders of the texts. TACO has another recipe for base size (table 8) and averages MNLI-m
+# alone in its table 3. Wang 2021 takes the best of every 1,000 steps on SQuAD's dev set; here the
+# last model is scored.
 REST = ""
 # fmt: off
 RECIPES = {
@@ -133,7 +135,7 @@ def settings(args, name, cfg):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows: (texts, label); for SQuAD Questions; in test files the label is the row's index
+# A row is (texts, label), for SQuAD a Question. In test files, its index replaces the label.
 
 
 def read_docs(cache):
@@ -250,7 +252,7 @@ class Classifier(nn.Module):
         """tokens (B, L) int64, pad (B, L) bool or None -> (B, n_classes) logits, (B,) scores, or
         (B, 2, L) logits of the first and the last token of a span."""
         hidden = self.encoder(tokens, pad=pad)  # (B, L, C)
-        # In 16 bits, many different rows would get the same score.
+        # The head runs in float32: in 16 bits, many different rows would get the same score.
         with torch.autocast(hidden.device.type, enabled=False):
             hidden = hidden.to(self.head[-1].weight.dtype)
             if self.kind != "span":
@@ -303,8 +305,8 @@ def make_model(start, name, length, seed=0):
     needed = "" if start.get("task") == name else "encoder."
     weights = {key: value for key, value in start["model"].items() if key.startswith(needed)}
     if weights:
-        done = warm_start(model, {**start, "model": weights}, start["source"])
-        missing = [key for key in done["new"] if key.startswith(needed)]
+        changes = warm_start(model, {**start, "model": weights}, start["source"])
+        missing = [key for key in changes["new"] if key.startswith(needed)]
         if missing:
             missing = ", ".join(missing[:3])
             raise ValueError(f"{start['source']} does not fit this model: missing {missing}")
@@ -370,7 +372,8 @@ def train(model, rows, chosen, lr, seed, args):
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
     epochs = (batches_by_length(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
     batches = itertools.chain.from_iterable(epochs)
-    n_bad = torch.zeros((), device=args.device)  # steps with a non-finite gradient; fp16: in a row
+    # Steps with a non-finite gradient; with fp16, only the latest consecutive ones.
+    n_bad = torch.zeros((), device=args.device)
     model.train()
     bar = tqdm(batches, f"{model.name} seed {seed}", steps, leave=False, disable=None)
     for step, indices in enumerate(bar):
@@ -390,11 +393,12 @@ def train(model, rows, chosen, lr, seed, args):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-        # Each check is a CPU-GPU sync. With fp16, some skipped steps are normal.
+        # Checking is a CPU-GPU sync, hence every 200 steps only. With fp16, some skips are normal.
         bad = ~grad_norm.isfinite()
         n_bad = (n_bad + bad) * bad if scaler.is_enabled() else n_bad + bad
         if step % 200 == 199 or step + 1 == steps:
-            if n_bad >= 10 if scaler.is_enabled() else n_bad > 0 or not loss.isfinite():
+            broken = n_bad >= 10 if scaler.is_enabled() else n_bad > 0 or not loss.isfinite()
+            if broken:
                 raise RunFailed(
                     f"{model.name} seed {seed}: loss or gradient not finite near step {step + 1} "
                     f"of {steps}; try a lower --lr, or --dtype float32"
@@ -409,15 +413,15 @@ def train(model, rows, chosen, lr, seed, args):
 def outputs(model, rows, dtype):
     """-> the model's float32 output for each row of (ids, label): (n_classes,), (), or (2, L) with
     the L of its batch."""
-    device, found = next(model.parameters()).device, [None] * len(rows)
+    device, results = next(model.parameters()).device, [None] * len(rows)
     model.eval()
     size = max(1, EVAL_TOKENS // max(len(ids) for ids, _ in rows))
     for indices in batches_by_length(rows, size):
         tokens, pad, _ = padded_batch(rows, indices, model.encoder.config.pad_id, device)
         with autocast(device, dtype):
             for i, out in zip(indices, model(tokens, pad).cpu().numpy()):
-                found[i] = out
-    return found
+                results[i] = out
+    return results
 
 
 def rank(model, rows, dtype=torch.float32):
@@ -427,13 +431,13 @@ def rank(model, rows, dtype=torch.float32):
     score (probability 1). A row needs no label: squad.Question(texts) will do for every task.
     """
     encoded, windows = encode_rows(model, rows)
-    found = outputs(model, encoded, dtype)
+    raw = outputs(model, encoded, dtype)
     if model.kind == "score":
-        return [[(1.0, float(score))] for score in found]
+        return [[(1.0, float(score))] for score in raw]
     if model.kind == "span":
-        ranked = squad.rank_answers(found, windows, with_null=model.name == "squad_v2")
+        ranked = squad.rank_answers(raw, windows, with_null=model.name == "squad_v2")
     else:
-        ranked = [sorted(zip(x, range(len(x))), key=itemgetter(0), reverse=True) for x in found]
+        ranked = [sorted(zip(x, range(len(x))), key=itemgetter(0), reverse=True) for x in raw]
     for pairs in ranked:
         logits, answers = zip(*pairs)
         pairs[:] = zip(torch.tensor(logits).softmax(0).tolist(), answers)
@@ -448,10 +452,12 @@ def predict(model, rows, dtype):
 
 
 def evaluate(model, evaluations, run, began, args):
-    """Score {name in the results: rows} -> rows of results.jsonl, which are printed and appended to
-    it. run: what else the rows hold (its `seed` and `lr`, ...); began: its time.time().
+    """Score the model on evaluations, {name in the results: rows} -> rows of results.jsonl, which
+    are printed and appended to that file.
 
-    `constant` holds the scores of always giving the most frequent answer.
+    run: a dictionary (seed, lr, ckpt, ...) that becomes part of every row; began: time.time() when
+    the run began. In a row, `metrics` are the model's scores and `constant` those of always giving
+    the most frequent answer.
     """
     results = []
     for name, rows in evaluations.items():
@@ -559,7 +565,9 @@ class FinetuneConfig:
     data_dir: str | None = setting(
         None, "folder with GLUE's official folders, or SQuAD's JSON (default: from the hub)", PATH
     )
-    limit_train: int | None = setting(None, "training rows (default: all; docs 500)", "[1, 1e9]")
+    limit_train: int | None = setting(
+        None, "training examples (default: all; docs 500)", "[1, 1e9]"
+    )
     recipe: str = setting(
         "electra", "electra is RPP's, tupe TUPE's, taco TACO's, bert Wang 2021's", tuple(RECIPES)
     )
@@ -568,15 +576,17 @@ class FinetuneConfig:
     )
     lr: tuple | None = setting(None, "peak learning rates; the best one counts", "(0, 1e9)")
     epochs: int | None = setting(None, "epochs; docs: 10 in every recipe", "[1, 10000]")
-    batch_size: int | None = setting(None, "rows per step", "[1, 1e6]")
+    batch_size: int | None = setting(None, "batch size", "[1, 1e6]")
     length: int | None = setting(
         None,
-        "most tokens per row (default: the recipe's, or the model's max_len if that is smaller); "
-        "beyond max_len, position tables get new rows",
+        "maximum tokens per sequence (default: the recipe's, or the model's max_len if that is "
+        "smaller); beyond max_len, position tables get new rows",
         "[8, 100000]",
     )
-    eval_only: bool = setting(False, "score finetuned-<task>.pt of --ckpt, train nothing")
-    predict: bool = setting(False, "write GLUE's files to submit, or SQuAD's JSON, to --out_dir")
+    eval_only: bool = setting(False, "no training: score finetuned-<task>.pt of --ckpt")
+    predict: bool = setting(
+        False, "write predictions to --out_dir: GLUE's files for submission, or SQuAD's JSON"
+    )
     out_dir: str | None = setting(
         None, "folder for results.jsonl, model and predictions (default: the checkpoint's)", PATH
     )
@@ -584,7 +594,7 @@ class FinetuneConfig:
     device: str | None = DEVICE
     dtype: str | None = DTYPE
     compile: bool | None = setting(
-        None, "torch.compile with dynamic shapes; pays in long runs only (default: off)"
+        None, "torch.compile with dynamic shapes; only worth it in long runs (default: off)"
     )
 
     __post_init__ = validate_config
@@ -609,6 +619,7 @@ def finetune(name, start, rows, evaluations, args, status):
     """Fine-tune with every learning rate and seed -> rows of results.jsonl, the model with the best
     first metric, which is saved."""
     chosen = settings(args, name, start["config"])
+    # This model only encodes the rows. It also shows, before any training, that the weights fit.
     encoded, _ = encode_rows(make_model(start, name, chosen.length), rows)
     file = args.out_dir / f"finetuned-{name}.pt"
     print(f"{name}: from {start['source']}; length {chosen.length}")
@@ -695,10 +706,11 @@ def main(argv=None):
         args.device = pick_device(args.device)
         args.dtype, _ = pick_dtype(args.device, args.dtype)
         if args.compile and not can_compile(args.device):
-            print("not compiled: there is no compiler")
+            print("torch.compile is off: no compiler found")
             args.compile = False
 
         # All tasks start from the same checkpoint, even if another process saves a newer one.
+        # Without --ckpt, --eval_only looks for the fine-tuned model in --out_dir.
         args.ckpt = args.ckpt or (args.eval_only and args.out_dir) or newest_run()
         trains = not args.eval_only and args.ckpt != "bow"
         start = read_start(args.ckpt, args.cache) if trains else None

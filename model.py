@@ -1,5 +1,6 @@
 """A BERT-style text encoder in which the positional scheme is one flag.
 
+    import torch
     from model import load
     encoder = load("out/docs-demo-tupe_r-pplm-s1337")           # a run folder or a checkpoint file
     ids = encoder.tokenizer.encode("Returns a copy of the array.")
@@ -17,8 +18,9 @@ The logits of one attention head, before the softmax over j, are
 
     s_ij = (q_i . k_j + scores_ij) / sqrt(t D) + bias_ij          t = scale_terms
 
-where q_i and k_j are the query and the key after edit_qk, and t is 1, for tupe_* 2, for deberta 3,
-for bert_ad 4. A scheme is a sum of components, and a component overrides any of five hooks:
+where q_i and k_j are the query and the key after edit_qk (the hook scores gets them before it). t,
+called scale_terms below, is 2 for tupe_*, 3 for deberta, 4 for bert_ad, as in their papers, and 1
+for all others. A scheme is a sum of components, and a component overrides any of five hooks:
 
     embed    added to the token embeddings       scores   logits of tokens and positions together
     bias     logits of positions alone           values   added to the output of attention
@@ -80,7 +82,8 @@ T5_MAX_DISTANCE = 128
 
 @dataclass
 class EncoderConfig:
-    """The architecture and its defaults. Raises ValueError if the sizes do not fit together."""
+    """The architecture and its defaults. A setting with a help text is also a command-line flag.
+    Raises ValueError if the sizes do not fit together."""
 
     vocab_size: int = 50265  # including the 8 special tokens
     pe: str = setting("abs", "positional scheme, or a sum such as rope+t5")
@@ -88,11 +91,15 @@ class EncoderConfig:
     n_head: int = setting(4, "attention heads", "[1, 1e4]")
     d_model: int = setting(128, "embedding dimension C", "[1, 1e5]")
     d_ff: int = setting(512, "hidden dimension of the feed-forward layer", "[1, 1e6]")
-    max_len: int = setting(64, allowed="[1, 1e6]")  # positions of the tables: longest sequence
+    max_len: int = setting(64, allowed="[1, 1e6]")  # rows of position tables: the longest sequence
     dropout: float = setting(0.1, "dropout rate, attention included", "[0, 1)")
     attn_dropout: float = setting(0.1, allowed="[0, 1)")  # train.py sets it to dropout
     norm_eps: float = 1e-5
-    norm: str = setting("post", "LayerNorm after each residual (BERT), or before", ("post", "pre"))
+    norm: str = setting(
+        "post",
+        "LayerNorm after each residual connection (BERT), or at the input of each layer",
+        ("post", "pre"),
+    )
 
     def __post_init__(self):
         validate_config(self)
@@ -129,7 +136,8 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
 
     def forward(self, x, scheme, pos, bias):
-        """x (B, L, C), the PositionalScheme, its Positions and bias_and_mask -> (B, L, C)."""
+        """x (B, L, C); scheme: the PositionalScheme; pos: a Positions; bias: what
+        scheme.bias_and_mask returned, the same for all layers -> (B, L, C)."""
         if self.pre:
             x = x + self.drop(self.attend(self.norm1(x), scheme, pos, bias))
             return x + self.drop(self.feed_forward(self.norm2(x)))
@@ -152,9 +160,11 @@ class Block(nn.Module):
         q, k, v = self.heads(x)
         q, k, bias = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + bias
         p = self.attn_dropout if self.training else 0.0
-        if q.is_cuda and not scheme.has_values:  # SDPA never materializes A
+        # On a GPU, SDPA never materializes the attention A. On a CPU, the explicit softmax is
+        # faster; and `values` needs A.
+        if q.is_cuda and not scheme.has_values:
             y = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, scale=scheme.scale)
-        else:  # faster on a CPU; and `values` needs A
+        else:
             A = dot_product_logits(q, k, bias, scheme.scale).softmax(-1)  # (B, H, L, L)
             A = dropout(A, p, self.training)
             y = A @ v  # (B, H, L, D)
@@ -197,7 +207,7 @@ class Encoder(nn.Module):
 
         tokens (B, L) int64 with [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
         arange(L), UNKNOWN_POS = masked; pad (B, L) bool, True = padding; causal: each token attends
-        to those before it; n_layer: stop after that many blocks.
+        to itself and to those before it; n_layer: stop after that many blocks.
         -> (B, L, C). Raises ValueError if a sequence is longer than a position table.
         """
         if pos is None:
@@ -227,8 +237,8 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def attention_logits(self, tokens, layer=0, pos=None, pad=None, causal=False):
-        """Attention logits of one block with dropout off; arguments as in forward
-        -> (B, H, L, L)."""
+        """Attention logits of one block with dropout off; layer may be negative (-1: the last); the
+        other arguments are those of forward -> (B, H, L, L)."""
         was_training = self.training
         self.eval()
         if pos is None:
@@ -263,14 +273,14 @@ def init_weights(module):
 
 def dropout(x, p, training):
     """F.dropout(x, p, training). On a CPU in eager mode, one 64-bit random number serves four
-    elements, and p is rounded to 1/65536: a step at rpp size takes 0.79 of the time."""
+    elements, and p is rounded to 1/65536, which is about three times as fast."""
     if not training or p == 0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
     n_dropped = min(round(65536 * p), 65535)  # of the 65536 values of 16 bits
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    bits = bits.view(torch.int16)[: x.numel()].view(x.shape)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits
+    bits = bits.view(torch.int16)[: x.numel()].view(x.shape)  # each uniform in -32768 to 32767
     keep = bits.ge_(n_dropped - 32768).to(x.dtype)  # ge_ writes 0 or 1; a bool tensor is slower
     return x * keep.mul_(65536 / (65536 - n_dropped))
 
@@ -340,7 +350,7 @@ def sum_by_offset(A, rows, n_rows):
 
 def bias_from_table(table, index):
     """table (R, H), one scalar per head in each row; index (B, L, L), where B may be 1
-    -> (B, H, L, L)."""
+    -> (B, H, L, L). (With several threads, the gradient of table[index] is not repeatable.)"""
     B, L, _ = index.shape
     scalars = table.t().expand(B, -1, -1)  # (B, H, R)
     index = index.view(B, 1, L * L).expand(-1, table.size(1), -1)  # (B, H, L L)
@@ -405,7 +415,7 @@ class XavierLinear(nn.Linear):
 
 
 # --------------------------------------------------------------------------------------------------
-# Components of positional schemes
+# Positional schemes: the interface, their sum, and the components
 
 
 class Component(nn.Module):
@@ -442,6 +452,63 @@ class Component(nn.Module):
 
     def values(self, A, pos, layer):
         """A (B, H, L, L), the attention after dropout -> (B, H, L, D), added to A v."""
+
+
+class PositionalScheme(nn.Module):
+    """The sum of a scheme's components, hook by hook: the interface that Block and Encoder use."""
+
+    def __init__(self, cfg: EncoderConfig):
+        super().__init__()
+        self.parts = nn.ModuleDict({c.__name__: c(cfg) for c in parse_pe(cfg.pe)})
+        parts = self.parts.values()
+        self.scale = min(part.scale for part in parts)  # the same for all parts of a legal sum
+        self.token_scale = cfg.d_model**0.5 if any(part.scale_tokens for part in parts) else 1.0
+        self.masked_ok = all(part.masked_ok for part in parts)
+        self.has_values = any(type(part).values is not Component.values for part in parts)
+
+    def embed(self, pos):
+        return self.total(part.embed(pos) for part in self.parts.values())
+
+    def bias(self, pos):
+        if pos.bias is None:
+            pos.bias = self.total(part.bias(pos) for part in self.parts.values())
+        return pos.bias
+
+    def bias_and_mask(self, pos, pad, causal, dtype):
+        """What all layers add to their logits: the bias, and -inf where padding or the causal mask
+        (by index, not by position) forbids attention. Broadcastable to (B, H, L, L), or None."""
+        bias, L, device = self.bias(pos), pos.ids.size(1), pos.ids.device
+        forbidden = None if pad is None else pad[:, None, None, :]  # (B, 1, 1, L)
+        if causal:
+            future = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
+            forbidden = future if forbidden is None else forbidden | future
+        if forbidden is not None:
+            bias = torch.zeros(L, L, dtype=dtype, device=device) if bias is None else bias
+            bias = bias.masked_fill(forbidden, float("-inf"))
+        return None if bias is None else bias.to(dtype).contiguous()
+
+    def terms(self, q, k, pos, layer, bias):
+        """-> q, k and bias of one layer (layer n_layer: the pair head), such that its logits are
+        scale q . k + bias. bias: what bias_and_mask returned."""
+        scores = self.total(part.scores(q, k, pos, layer) for part in self.parts.values())
+        if scores is not None:
+            scores = self.scale * scores  # (B, H, L, L)
+            bias = scores if bias is None else scores + bias
+        for part in self.parts.values():
+            q, k = part.edit_qk(q, k, pos)
+        return q, k, bias
+
+    def values(self, A, pos, layer):
+        return self.total(part.values(A, pos, layer) for part in self.parts.values())
+
+    @staticmethod
+    def total(terms):
+        """The sum of the terms that are not None, or None."""
+        total = None
+        for term in terms:
+            if term is not None:
+                total = term if total is None else total + term
+        return total
 
 
 class NoPositions(Component):
@@ -521,6 +588,7 @@ class RelativeKeys(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
+        # One table per layer, and one for the pair head.
         tables = [nn.Embedding(N_OFFSETS, cfg.d_head) for _ in range(cfg.n_layer + 1)]
         self.layers = nn.ModuleList(tables)
 
@@ -529,7 +597,7 @@ class RelativeKeys(Component):
 
 
 class RelativeSinusoidal(Component):
-    """rel with sinusoids of the signed offset (NEZHA uses the shifted index: deviation)."""
+    """rel with sinusoids of the signed offset r (NEZHA's are of the row, r + 64: deviation)."""
 
     learned = False
 
@@ -570,15 +638,16 @@ class Deberta(Component):
         super().__init__(cfg)
         C = cfg.d_model
         self.table = nn.Embedding(N_OFFSETS, C)
+        # W_K and W_Q, for each layer and for the pair head.
         projections = [nn.Linear(C, 2 * C, bias=False) for _ in range(cfg.n_layer + 1)]
-        self.layers = nn.ModuleList(projections)  # W_K and W_Q
+        self.layers = nn.ModuleList(projections)
 
     def scores(self, q, k, pos, layer):
         a = self.layers[layer](self.table.weight)  # (R, 2C)
         a_k, a_q = a.unflatten(-1, (2, q.size(1), -1)).permute(1, 2, 3, 0)  # (H, D, R) each
         content_to_position = gather_offsets(q @ a_k, pos.offset_rows)  # (B, H, L, L)
-        # Row j, column i of the next tensor has the offset from j to i, which is -r. Transposed, it
-        # is the term of (i, j).
+        # Cell (j, i) of the gathered tensor has the offset from j to i, which is -r. Transposed, it
+        # is the term of the pair (i, j).
         position_to_content = gather_offsets(k @ a_q, pos.offset_rows).transpose(-1, -2)
         return content_to_position + position_to_content
 
@@ -639,8 +708,8 @@ class Alibi(Component):
 
 
 class Rotary(Component):
-    """q and k rotated by their position, pairs interleaved, base 10000 (Su 2021): q_i . k_j then
-    depends on j - i."""
+    """q and k rotated by their position, pairs interleaved, base 10000 (Su 2021). q_i . k_j then
+    depends on the positions only through the offset r."""
 
     masked_ok = False  # no rotation represents a masked position
 
@@ -696,7 +765,7 @@ def reset_cls(v, theta):
     kept to match the paper.
     """
     theta_1, theta_2 = theta.unsqueeze(-1)  # (H, 1) each
-    v = v.clone(memory_format=torch.contiguous_format)
+    v = v.clone()
     v[..., 1:, 0] = theta_2  # [CLS] is index 0
     v[..., 0, :] = theta_1  # including (0, 0)
     return v
@@ -727,8 +796,8 @@ class Tupe(Component):
     def bias(self, pos):
         # The position vectors p_i have separate projections U_Q and U_K, which are never applied to
         # tokens. Dividing both terms by sqrt(2D) instead of sqrt(D) keeps the magnitude of their
-        # sum (TUPE sec 3.3), provided that both are about as large. (With this initialization the
-        # positional term starts larger.)
+        # sum (TUPE sec 3.3), provided that the two are of similar size. (With this initialization
+        # the positional term is larger at first.)
         q, k = self.positions(pos)  # (1 or B, H, L, D) each
         v = q @ k.transpose(-1, -2) * self.scale  # the paper's v_ij, (1 or B, H, L, L)
         if self.relative_bias is not None:
@@ -768,7 +837,8 @@ class TupeFree(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = normal(cfg.n_head, cfg.max_len + 1, cfg.max_len + 1)  # the last: masked
+        # The last row and the last column are for masked positions.
+        self.table = normal(cfg.n_head, cfg.max_len + 1, cfg.max_len + 1)
         self.theta = normal(2, cfg.n_head)
 
     def bias(self, pos):
@@ -779,7 +849,7 @@ class TupeFree(Component):
 
 
 class T5UntieCls(Component):
-    """T5's bias with [CLS] untied (TUPE sec 3.2: "can be widely applied"); theta: free scalars."""
+    """T5's bias, [CLS] untied (TUPE sec 3.2: "can be widely applied"), theta as free scalars."""
 
     combinable = False
 
@@ -808,7 +878,7 @@ class BertAD(Component):
         return q + p_q, k + p_k
 
 
-# Every name of --pe, in the order of the table above, with the components it sums.
+# Every name of --pe, and the components that it sums.
 SCHEMES = {
     "none": [NoPositions],
     "abs": [Absolute],
@@ -863,63 +933,6 @@ def parse_pe(pe: str) -> list:
                 raise ValueError(f"--pe {pe}: {name} is in the sum already")
             components.append(component)
     return components
-
-
-class PositionalScheme(nn.Module):
-    """The sum of a scheme's components, hook by hook."""
-
-    def __init__(self, cfg: EncoderConfig):
-        super().__init__()
-        self.parts = nn.ModuleDict({c.__name__: c(cfg) for c in parse_pe(cfg.pe)})
-        parts = self.parts.values()
-        self.scale = min(part.scale for part in parts)  # the same for all parts of a legal sum
-        self.token_scale = cfg.d_model**0.5 if any(part.scale_tokens for part in parts) else 1.0
-        self.masked_ok = all(part.masked_ok for part in parts)
-        self.has_values = any(type(part).values is not Component.values for part in parts)
-
-    def embed(self, pos):
-        return self.total(part.embed(pos) for part in self.parts.values())
-
-    def bias(self, pos):
-        if pos.bias is None:
-            pos.bias = self.total(part.bias(pos) for part in self.parts.values())
-        return pos.bias
-
-    def bias_and_mask(self, pos, pad, causal, dtype):
-        """What all layers add to their logits: the bias, and -inf where padding or the causal mask
-        (by index, not by position) forbids attention. Broadcastable to (B, H, L, L), or None."""
-        bias, L, device = self.bias(pos), pos.ids.size(1), pos.ids.device
-        forbidden = None if pad is None else pad[:, None, None, :]  # (B, 1, 1, L)
-        if causal:
-            future = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
-            forbidden = future if forbidden is None else forbidden | future
-        if forbidden is not None:
-            bias = torch.zeros(L, L, dtype=dtype, device=device) if bias is None else bias
-            bias = bias.masked_fill(forbidden, float("-inf"))
-        return None if bias is None else bias.to(dtype).contiguous()
-
-    def terms(self, q, k, pos, layer, bias):
-        """-> q, k, bias of one layer, whose logits are scale q . k + bias. Every block and the pair
-        head get their logits from here."""
-        scores = self.total(part.scores(q, k, pos, layer) for part in self.parts.values())
-        if scores is not None:
-            scores = self.scale * scores  # (B, H, L, L)
-            bias = scores if bias is None else scores + bias
-        for part in self.parts.values():
-            q, k = part.edit_qk(q, k, pos)
-        return q, k, bias
-
-    def values(self, A, pos, layer):
-        return self.total(part.values(A, pos, layer) for part in self.parts.values())
-
-    @staticmethod
-    def total(terms):
-        """The sum of the terms that are not None, or None."""
-        total = None
-        for term in terms:
-            if term is not None:
-                total = term if total is None else total + term
-        return total
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,25 +16,30 @@ taco          TACO eq 11  mlm+tc
 nsp           BERT        [SEP] in the middle; half of the   does the second half follow the first?
                           sequences get another second half
 
-Objectives are joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. Each has
-two halves:
+Objectives are joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. Each
+objective has two methods:
 
     corrupt(batch, generator)       not compiled, because it draws random numbers
     loss(encoder, hidden, batch)    compiled with the encoder -> loss (), {name: ()} to log
 
 No shape depends on the data, so nothing is recompiled and nothing waits for the GPU.
 
-A batch is a dictionary: tokens (B, L), the input of the encoder; original (B, L); eligible (B, L)
-bool, True except for special tokens; pos (B, L), if positions are changed; each objective adds keys
-of its own. RPP, TUPE and the notation are those of model.py; TACO is Fu et al. (2022). n = L - 2 is
-the number of inner tokens, and k = round(rate n) the number of selected tokens ("slots") per
-sequence. Special tokens are never selected and never
-scored. If a sequence has fewer than k eligible tokens (because of an inner [SEP]), the remaining
-slots get weight 0. Losses of different objectives are not comparable; lib/baselines.py computes
-what each should be compared with.
+A batch is a dictionary with these keys, and each objective adds its own:
+
+    tokens (B, L)      the input of the encoder
+    original (B, L)    the tokens before corruption
+    eligible (B, L)    bool, True except for special tokens
+    pos (B, L)         the assigned positions, if an objective changes them
+    positions          pos as a Positions object; Pretraining.forward adds it
+
+RPP, TUPE and the notation are those of model.py; TACO is Fu et al. (2022). n = L - 2 is the number
+of inner tokens, those between [CLS] and the last [SEP]. k = round(rate n) is the number of selected
+tokens ("slots") per sequence. Special tokens are never selected and never scored. If a sequence has
+fewer than k eligible tokens (because of an inner [SEP]), the remaining slots get weight 0. Losses
+of different objectives are not comparable; lib/baselines.py computes what each should be compared
+with.
 """
 
-import contextlib
 import hashlib
 from dataclasses import dataclass, fields
 
@@ -109,8 +114,10 @@ def select(eligible, rate, generator, starts=None):
     # replacement, for all sequences at once. Special tokens get -1, so they come last; where they
     # are among the first k, because there are fewer than k eligible tokens, the slot is not valid.
     score = torch.rand(B, L, generator=generator, device=eligible.device)
-    if starts is not None:  # all tokens of a word share one random number
-        score = score.gather(1, starts.long().cumsum(1).clamp(max=L - 1))
+    if starts is not None:  # all tokens of word w (1, 2, ...) share the w-th random number
+        word = starts.long().cumsum(1)  # (B, L)
+        # Only if each token begins a word does the last one, the final [SEP], get number L.
+        score = score.gather(1, word.clamp(max=L - 1))
     score = score.masked_fill(~eligible, -1.0)
     score, order = score.sort(dim=1, descending=True, stable=True)
     return order[:, :k], score[:, :k] >= 0
@@ -190,7 +197,7 @@ class MLM(TokenObjective):
         batch.update(mlm_slots=slots, mlm_target=target, mlm_weight=valid, mlm_selected=selected)
 
     def loss(self, encoder, hidden, batch):
-        # The head runs at the k slots only: at 15% that is a seventh of its cost.
+        # The head runs at the k slots only: a seventh of the tokens at a mask rate of 15%.
         slots = batch["mlm_slots"][..., None].expand(-1, -1, hidden.size(-1))
         at_slots = hidden.gather(1, slots)  # (B, k, C)
         loss, scalars = self.score(encoder, at_slots, batch["mlm_target"], batch["mlm_weight"])
@@ -201,7 +208,7 @@ class MLM(TokenObjective):
 
 
 class CLM(TokenObjective):
-    """Causal language modeling: each token predicts the next one from those before it."""
+    """Causal language modeling: the hidden state of each token predicts the next token."""
 
     def loss(self, encoder, hidden, batch):
         target, weight = batch["original"][:, 1:], batch["eligible"][:, 1:]
@@ -213,13 +220,13 @@ class CLM(TokenObjective):
 
 
 class PairHead(nn.Module):
-    """RPP sec 3: classifies a pair of tokens from its H attention logits s_ij.
+    """RPP sec 3: classifies each pair of tokens by psi(s_ij), from the H attention logits s_ij.
 
-    s_ij are the attention logits of one more layer on the final hidden states, with W_q and W_k of
-    its own: like those of any layer of the model, with the scheme's positional terms and scale
-    (`total`), or q_i . k_j / sqrt(D) alone (`content`; RPP's formula has no scale: deviation). RPP
-    uses the scores of the last block itself; here they belong to an additional layer (deviation),
-    because the value, output and FFN weights of that block would never be trained. psi is
+    s_ij are the logits of one additional attention layer on the final hidden states, with its own
+    W_q and W_k. With pair_scores `total` they include the scheme's positional terms and scale, as
+    in every layer of the model; with `content` they are q_i . k_j / sqrt(D) alone (RPP's formula
+    has no scale: deviation). RPP takes the logits of the last block instead (deviation), but then
+    the value, output and FFN weights of that block would never be trained. psi is
     H -> 64, GELU, -> n_classes (`mlp`), or H -> n_classes (`linear`).
     """
 
@@ -246,10 +253,10 @@ class PairHead(nn.Module):
 
 
 class PositionObjective(Objective):
-    """Relative position prediction (RPP sec 3.1). Positions of some tokens are changed; the tokens
-    stay where they are in the tensor. Then pairs of tokens are classified by their true offset
-    j - i, the class being the offset plus L - 1. The objectives below differ in how positions are
-    changed, in which pairs are scored, and in the label.
+    """Relative position prediction (RPP sec 3.1). Some tokens are assigned other positions; the
+    tensor of tokens does not change. Each pair of tokens is then classified by its true offset
+    j - i, as class j - i + L - 1. Subclasses override which positions are assigned (`assign`),
+    which pairs are scored (`scored`), and what their class is (`label`).
     """
 
     kind, n_classes = "position", None
@@ -270,8 +277,8 @@ class PositionObjective(Objective):
             )
 
     def assign(self, slots, valid, generator):
-        """Slots (B, k), the indices of the selected tokens -> the positions assigned to them. Here:
-        permuted among themselves."""
+        """Slots (B, k), the indices of the selected tokens -> the positions assigned to them. By
+        default, they are permuted among themselves."""
         # Sorting random numbers gives a permutation. Slots that are not valid draw 2, 3, ..., so
         # they are sorted last and in order, and keep their positions.
         order = torch.rand(slots.shape, generator=generator, device=slots.device)
@@ -279,8 +286,8 @@ class PositionObjective(Objective):
         return slots.gather(1, torch.where(valid, order, last).argsort(1))
 
     def scored(self, pairs, i_moved, j_moved):
-        """Which of the pairs (B, n, n) bool are scored; i_moved, j_moved: the position of token i
-        or j is not the true one. Here: all."""
+        """Which of the pairs (B, n, n) bool are scored; by default, all. i_moved, j_moved: whether
+        the assigned position of token i or j differs from the true one."""
         return pairs
 
     def label(self, true, assigned):
@@ -299,7 +306,8 @@ class PositionObjective(Objective):
         eligible = batch["eligible"][:, 1:-1]  # (B, n)
         index = torch.arange(1, pos.size(1) + 1, device=pos.device)  # (n,): the true positions
         true = index - index[:, None]  # (n, n): j - i
-        assigned = batch["positions"].offsets[:, 1:-1, 1:-1]  # (B, n, n)
+        # (B, n, n); meaningless where a position is masked, and only PPLMBinary uses it.
+        assigned = batch["positions"].offsets[:, 1:-1, 1:-1]
         moved = pos != index  # (B, n): permuted or masked
         pairs = eligible[:, :, None] & eligible[:, None] & (true != 0)  # (B, n, n)
         pairs = self.scored(pairs, moved[:, :, None], moved[:, None])
@@ -317,7 +325,7 @@ class PositionObjective(Objective):
                 total = total + checkpoint(self.sums, *chunk, use_reentrant=False)
             else:
                 total = total + self.sums(*chunk)
-        loss, accuracy = total / weight.sum().clamp(min=1)  # of (2,)
+        loss, accuracy = total / weight.sum().clamp(min=1)
         return loss, {} if self.training else {"accuracy": accuracy}
 
     def sums(self, s, label, weight):
@@ -370,12 +378,13 @@ class TC(Objective):
     """Token-alignment contrastive loss (TACO eq 3 to 8): neighboring tokens should get similar
     information from their context.
 
-    g = h - e, the last hidden state minus the token embedding, is what the context contributed. For
-    every token, the loss is InfoNCE, the cross-entropy of one positive among K negatives: logits
-    are cosine / temperature, the positive is a nearby token of the same sequence, the negatives are
-    tokens of other sequences. All of them are detached (as in TACO's code; its text does not say:
-    deviation). e is the token embedding alone (TACO's code: token and
-    position embedding), and special tokens are excluded (TACO's code includes them): deviations.
+    g = h - e, the last hidden state minus the token embedding, is what the context contributed. The
+    loss of a token is InfoNCE: the cross-entropy of picking one positive (a nearby token of the
+    same sequence) over K negatives (tokens of other sequences). Logits are cosine / temperature.
+
+    Deviations: candidates are detached (as in TACO's code; the paper does not mention it), e is the
+    token embedding alone (TACO's code: token and position embedding), and special tokens are
+    excluded (TACO's code includes them).
     """
 
     kind, min_sequences = "contrastive", 2
@@ -388,7 +397,8 @@ class TC(Objective):
         B, L = eligible.shape
         m = eligible.sum(1, keepdim=True)  # (B, 1): eligible tokens per sequence
         anchors = batch["mlm_selected"] if self.cfg.tc_on == "masked" else eligible
-        first_index = L * torch.arange(B, device=eligible.device)[:, None, None]  # of a sequence
+        # The index, in the flattened batch, at which each sequence begins.
+        first_index = L * torch.arange(B, device=eligible.device)[:, None, None]  # (B, 1, 1)
         positives = first_index + self.positives(eligible, m, generator)[..., None]  # (B, L, 1)
         candidates = torch.cat((positives, self.negatives(eligible, m, generator)), -1)
         batch.update(tc_candidates=candidates, tc_weight=anchors & (m > 1) & (m.sum() > m))
@@ -417,9 +427,9 @@ class TC(Objective):
         """-> (B, L, K): eligible tokens of other sequences, with replacement, as indices into the
         flattened batch."""
         B, L = eligible.shape
-        order = (~eligible.flatten()).long().sort(stable=True).indices  # all eligible, in order
-        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1): rank of the sequence's first
-        others = (m.sum() - m).clamp(min=1)[..., None]
+        order = (~eligible.flatten()).long().sort(stable=True).indices  # (B L,): eligible first
+        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1): where the sequence's own begin in `order`
+        others = (m.sum() - m).clamp(min=1)[..., None]  # (B, 1, 1): how many are not its own
         u = random_below(others.expand(B, L, self.cfg.tc_negatives), generator)
         u = torch.where(u >= first, u + m[..., None], u)  # skip the sequence itself
         return order[u]
@@ -436,15 +446,12 @@ class TC(Objective):
         positive among 1 + K candidates, averaged over the anchors."""
         g = hidden - self.embedding(encoder, batch)
         g = F.normalize(g.float(), dim=-1)  # (B, L, C)
-        # With autocast, training uses 16 bits, in a quarter of the time. Evaluation uses float32,
-        # since close candidates tie in bf16.
-        dtype, precision = compute_dtype(hidden), contextlib.nullcontext()
-        if not self.training:
-            dtype = g.dtype
-            precision = torch.autocast(hidden.device.type, enabled=False)
+        # With autocast, training uses 16 bits, which takes a quarter of the time. Evaluation uses
+        # float32, because close candidates tie in bf16.
+        dtype = compute_dtype(hidden) if self.training else torch.float32
         flat = g.detach().flatten(0, 1).to(dtype)  # (B L, C)
         candidates = F.embedding(batch["tc_candidates"], flat)  # (B, L, 1+K, C)
-        with precision:
+        with torch.autocast(hidden.device.type, enabled=False):
             cosines = torch.einsum("blc,blkc->blk", g.to(dtype), candidates)
         logits = cosines.float() / self.cfg.tc_temperature
         weight = batch["tc_weight"].float()
@@ -479,8 +486,8 @@ class NSP(Objective):
         self.dense, self.out = nn.Linear(C, C), nn.Linear(C, 2)
 
     def corrupt(self, batch, generator):
-        """Makes new sequences, the original text of the other objectives; adds nsp_label and
-        nsp_weight (B,)."""
+        """Replaces the sequences of the batch; for the other objectives, the new ones are the
+        original text. Adds nsp_label and nsp_weight (B,)."""
         tokens, device = batch["tokens"], batch["tokens"].device
         B, L = tokens.shape
         m = batch["eligible"].sum(1, keepdim=True)
@@ -489,6 +496,8 @@ class NSP(Objective):
         order = torch.rand(B, generator=generator, device=device).argsort()
         chosen = order[: B // 2]
         own = torch.arange(B, device=device)
+        # donor[b]: the sequence from which b gets its second half. The chosen ones, half of the
+        # batch, get that of the next one; all others keep their own.
         donor = own.scatter(0, chosen, chosen.roll(1))
         after = torch.arange(L, device=device) > middle  # (B, L)
         mixed = torch.where(after, tokens[donor], tokens)
@@ -574,7 +583,7 @@ class Pretraining(nn.Module):
     def forward(self, batch):
         """-> loss (), the weighted sum; dictionary of scalars: the unweighted loss of each
         objective and, in evaluation, its accuracy."""
-        if "pos" in batch:  # made once, so that the scheme's bias serves the pair head too
+        if "pos" in batch:  # one object, so the pair head reuses the bias of the encoder
             batch = {**batch, "positions": Positions(batch["pos"])}
         hidden = self.encoder(batch["tokens"], batch.get("positions"), causal=self.causal)
         total, scalars = 0, {}

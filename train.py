@@ -93,8 +93,9 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# Flags that do not determine the result, so a resumed run may change them. (init_from counts at
-# step 0 only; the data is compared by its tokens, the product of grad_accum and processes as such.)
+# A resumed run may change these flags, because they do not determine the result. (init_from and
+# init_embeddings matter at step 0 only. What does matter of the data and of grad_accum is in
+# `identity` in train(): token counts, tokenizer, and micro-batches per step.)
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
     "keep_every grad_accum dataset text_column books_dataset tokenizer".split()
@@ -123,12 +124,14 @@ class TrainConfig:
     init_from: str | None = setting(
         None, "run to start from; its scheme, objective and block size may differ", PATH
     )
-    init_embeddings: str | None = setting(None, "run whose token embeddings to use (TACO)", PATH)
+    init_embeddings: str | None = setting(
+        None, "run from which the token embeddings are copied (TACO)", PATH
+    )
     freeze_embeddings: bool = setting(False, "never update the token embeddings (TACO)")
     out_dir: str | None = setting(None, "folder of the run (default: see above)", PATH)
     resume: bool = setting(False, "resume from the checkpoint in the run's folder")
     eval_every: int = setting(500, "steps between evaluations", "[1, 2e9]")
-    keep_every: int = setting(0, "also keep ckpt_<step>.pt every so many steps", "[0, 2e9]")
+    keep_every: int = setting(0, "steps between checkpoints kept as ckpt_<step>.pt", "[0, 2e9]")
     log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
     device: str | None = DEVICE
     dtype: str | None = DTYPE
@@ -138,8 +141,8 @@ class TrainConfig:
 
 
 def parse_args(argv=None):
-    """Flags over preset over defaults -> a namespace with every value set; `given` has the flags
-    that were given. Raises ValueError."""
+    """Flags override the preset, which overrides the defaults -> a namespace with every value set;
+    `given` holds the flags that were given. Raises ValueError."""
     lines = [f"--pe: {', '.join(PE_NAMES)}", f"--objective: {', '.join(OBJECTIVES)}", "presets:"]
     for name, p in PRESETS.items():
         lines.append(
@@ -207,9 +210,9 @@ def train(args, status):
     run = RunFolder(args.out_dir, args.resume)
     checkpoint, step = run.checkpoint, 0
     paths = [] if checkpoint else filter(None, (args.init_from, args.init_embeddings))
-    sources = {path: read_checkpoint(path) for path in paths}
+    sources = {path: read_checkpoint(path) for path in paths}  # of a new run only
     dtype_name = args.dtype
-    if checkpoint and checkpoint["precision"][0] == device.type:
+    if checkpoint and checkpoint["precision"][0] == device.type:  # a resumed run keeps its dtype
         dtype_name = dtype_name or checkpoint["precision"][1]
     dtype, reason = pick_dtype(device, dtype_name)
     amp = autocast(device, dtype)
@@ -312,7 +315,8 @@ def train(args, status):
         status.running = True
         row, sums, since, t0 = None, defaultdict(float), step, time.perf_counter()
         started = t0
-        n_bad = torch.zeros((), device=device)  # steps with a non-finite gradient; fp16: in a row
+        # Steps with a non-finite gradient; with fp16, only the latest consecutive ones.
+        n_bad = torch.zeros((), device=device)
         model.train()
         while step < args.steps:
             lr = get_lr(step, args)
@@ -328,6 +332,7 @@ def train(args, status):
                 if device.type == "cuda":
                     tokens = tokens.pin_memory().to(device, non_blocking=True)
                 batch = model.corrupt(tokens.to(device), args.seed, step, micro)
+                # Dropout draws from the global generators: seed them for this micro-batch.
                 generator = seeded_generator("cpu", args.seed, step, micro, "dropout")
                 torch.manual_seed(generator.initial_seed())
                 last = accum == args.grad_accum - 1
@@ -441,32 +446,32 @@ def sample(model, tokens):
     tokens as [predicted|true], or permuted tokens and the order predicted for them; empty for other
     objectives."""
     encoder, cfg = model.encoder, model.encoder.config
+    names = [name for name in model.names if name in ("mlm", "pmlm", "pplm", "pplm_some")]
+    if not names:
+        return ""
+    objective = model.objectives[names[0]]
     tokens = tokens[:, :24].clone()
     tokens[:, -1] = cfg.sep_id
-    words = [encoder.tokenizer.decode([i]).replace("\n", " ") for i in tokens[0].tolist()]
+    texts = [encoder.tokenizer.decode([i]).replace("\n", " ") for i in tokens[0].tolist()]
     batch = new_batch(tokens, cfg.vocab_size)
     model.eval()
-    text = ""
-    for name, objective in model.objectives.items():
-        if name not in ("mlm", "pmlm", "pplm", "pplm_some") or text:
-            continue
-        objective.corrupt(batch, seeded_generator(tokens.device, "sample"))
-        hidden = encoder(batch["tokens"], batch.get("pos"))  # (1, L, C)
-        if name == "mlm":
-            slots = batch["mlm_slots"][0].tolist()
-            logits = objective.token_logits(encoder, hidden[0, slots])[:, : cfg.cls_id]
-            for slot, i in zip(slots, logits.argmax(-1).tolist()):
-                predicted = encoder.tokenizer.decode([i]).strip()
-                words[slot] = f" [{predicted}|{words[slot].strip()}]"
-            text = "".join(words[1:-1])
-        else:  # sort the tokens by their mean offset from the others
-            scores = objective.head.scores(encoder, hidden, batch["pos"])
-            p = objective.head.psi(scores)[0].float().softmax(-1)  # (n, n, 2L - 1)
-            offsets = p @ torch.arange(1.0 - objective.L, objective.L, device=p.device)
-            assigned = batch["pos"][0, 1:-1].argsort(stable=True).tolist()
-            predicted = offsets.mean(0).argsort().tolist()
-            orders = ["".join(words[1 + i] for i in order) for order in (assigned, predicted)]
-            text = " -> ".join(order.strip() for order in orders)
+    objective.corrupt(batch, seeded_generator(tokens.device, "sample"))
+    hidden = encoder(batch["tokens"], batch.get("pos"))  # (1, L, C)
+    if names[0] == "mlm":
+        slots = batch["mlm_slots"][0].tolist()
+        logits = objective.token_logits(encoder, hidden[0, slots])[:, : cfg.cls_id]
+        for slot, i in zip(slots, logits.argmax(-1).tolist()):
+            predicted = encoder.tokenizer.decode([i]).strip()
+            texts[slot] = f" [{predicted}|{texts[slot].strip()}]"
+        text = "".join(texts[1:-1])
+    else:  # sort the tokens by their mean offset from the others
+        scores = objective.head.scores(encoder, hidden, batch["pos"])
+        p = objective.head.psi(scores)[0].float().softmax(-1)  # (n, n, 2L - 1)
+        offsets = p @ torch.arange(1.0 - objective.L, objective.L, device=p.device)
+        assigned = batch["pos"][0, 1:-1].argsort(stable=True).tolist()
+        predicted = offsets.mean(0).argsort().tolist()
+        orders = ["".join(texts[1 + i] for i in order) for order in (assigned, predicted)]
+        text = " -> ".join(order.strip() for order in orders)
     model.train()
     return text.strip()
 
