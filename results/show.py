@@ -2,12 +2,15 @@
 
 import re
 import statistics
+from pathlib import Path
 
 import numpy as np
 import pandas
 
+from lib.files import read_json
 from lib.glue import paper_averages
 from model import Encoder, EncoderConfig
+from tools.probe import draw_terms
 
 # A training loss below this means that token order is used: a model without positions ends a demo
 # run above it.
@@ -270,9 +273,9 @@ COPY = "copy: the best without using the tokens"
 
 
 def draw(folder, tables, rows, race):
-    """Draw plateau.png, reading.png, alone.png, lengths.png and race.png into a folder.
+    """Draw plateau.png, reading.png, alone.png, lengths.png, race.png and terms.png into a folder.
 
-    race: the rows of results/bench-race.json.
+    race: the rows of results/bench-race.json. terms.json was written by tools.probe --terms.
     """
     from matplotlib.figure import Figure  # only figures need it
 
@@ -295,6 +298,8 @@ def draw(folder, tables, rows, race):
     longest = max(row["race"] for row in race)
     race = [row for row in race if row["race"] == longest and "curve" in row]
     figure("race.png", draw_race, race, "minutes of training", "loss of mlm (nats)")
+    terms = read_json(Path(__file__).with_name("terms.json"), runs=list)
+    draw_terms(folder / "terms.png", terms["runs"])
 
 
 def label_ends(axes, ends):

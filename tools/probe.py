@@ -4,6 +4,8 @@
     python -m tools.probe --runs 'out/*'         # compare runs: tables, and the maps of all
     python -m tools.probe --pe t5,rope,alibi     # untrained schemes (or all); needs no run
     python -m tools.probe --dynamics RUN         # over the checkpoints of train.py --keep_every
+    python -m tools.probe --terms --ckpt RUN --text '...'   # attention logits, term by term
+    python -m tools.probe --terms RUN RUN2       # the same for two runs, one below the other
 
 The identical-word probe (Wang 2021, sec 4.2 and app. B) feeds sequences [CLS] w ... w [SEP], in
 which only the positions differ, and averages the attention of layer 1 over heads and 300 words. The
@@ -18,6 +20,9 @@ indicators of this map are:
 Losses, on the validation text of the run: for a position objective a token ablation, which is the
 loss with true, random and shuffled tokens; for mlm the loss at true positions. A position objective
 uses the tokens if random ones increase its loss, and their order if shuffled ones do.
+
+--terms splits the logits of layer 1 into the correlations of tokens and positions (TUPE eq 6), for
+the head whose logits depend most on positions.
 
 Writes probe.json and, if matplotlib is installed, figures.
 """
@@ -54,20 +59,22 @@ from model import (
     RelativeKeys,
     RelativeSinusoidal,
     Sinusoidal,
+    Tupe,
     UntiedPositions,
 )
 from objectives import new_batch, seeded_generator
-from tools.sample import detect_moved, load_pretraining, position_objective
+from tools.sample import detect_moved, encode, load_pretraining, position_objective
 
 MAX_POSITIONS = 128  # positions that are probed, as in Wang 2021
 TIE = 1e-12  # differences below this share of the largest entry are rounding errors
 TRAIN_TOKENS = 10_000_000  # tokens of the training text from which random ones are drawn
+SENTENCE = "Return the index of the key in the list."  # of --terms
 DYNAMICS_SEQUENCES = 128  # validation sequences that --dynamics uses
 
 
 @dataclass
 class ProbeConfig:
-    """The flags; --runs, which takes several patterns, is added in parse_args."""
+    """The flags; --runs and --terms, which take several values, are added in parse_args."""
 
     ckpt: str | None = setting(None, "run folder or checkpoint (default: the newest run)", PATH)
     pe: str | None = setting(None, "untrained schemes, such as t5,rope,alibi, or all")
@@ -75,10 +82,9 @@ class ProbeConfig:
     pairs: str | None = setting(
         None, "with --dynamics: a file of word pairs, word<TAB>word<TAB>score", PATH
     )
+    text: str | None = setting(None, "with --terms: a sentence")
     out_dir: str | None = setting(
-        None,
-        "where to write (default: RUN/probe, RUN/dynamics, beside the runs, out/schemes)",
-        PATH,
+        None, "where to write (default: RUN/probe and the like, --pe: out/schemes)", PATH
     )
     device: str | None = DEVICE
 
@@ -325,26 +331,21 @@ def learned_frequencies(encoder):
     return [dict(title="frequencies", curves=curves, **axes)] if curves else []
 
 
-def positional_logits(encoder, L):
-    """The logits of layer 1 without tokens, q = k = 0: TUPE's positional correlation (TUPE fig 5),
-    or the bias of another scheme -> (H, L, L), 0 if the scheme has none."""
-    cfg = encoder.config
-    zero = encoder.tok.weight.new_zeros(1, cfg.n_head, L, cfg.d_head)
-    return encoder.logits(zero, zero, torch.arange(L), 0)[0]
-
-
 @torch.no_grad()
 def figures_of(encoder, logits):
     """An encoder on the CPU, and its logits (H, L, L) of the identical-word probe -> the figures of
     one model; those for which the scheme has nothing to show are empty."""
-    vectors, bias = position_vectors(encoder), positional_logits(encoder, logits.shape[-1])
+    vectors, (H, L, _) = position_vectors(encoder), logits.shape
+    # The logits without tokens, q = k = 0: TUPE's positional correlation, or another scheme's bias.
+    zero = encoder.tok.weight.new_zeros(1, H, L, encoder.config.d_head)
+    bias = encoder.logits(zero, zero, torch.arange(L), 0)[0]  # (H, L, L)
     heads = enumerate(bias if bias.any() else (), 1)
     return {
         "map.png": [heatmap(f"{encoder.config.pe}: mean logits", logits.mean(0))],  # figs 2, 11
         "vectors.png": similarity_maps(vectors),
         "proximity.png": proximity(vectors),
         "frequencies.png": learned_frequencies(encoder),
-        "positional.png": [heatmap(f"head {h}", b) for h, b in heads],
+        "positional.png": [heatmap(f"head {h}", b) for h, b in heads],  # TUPE fig 5
     }
 
 
@@ -380,6 +381,95 @@ def draw(file, panels):
 
 
 # --------------------------------------------------------------------------------------------------
+# Terms of the attention logits
+
+
+@torch.no_grad()
+def logit_terms(encoder, tokens):
+    """The logits of layer 1 for tokens (1, L), split into terms (TUPE eq 6) -> {title: (H, L, L)},
+    without terms that are 0. They add up to encoder.attention_logits(tokens)."""
+    scheme, block, pos = encoder.scheme, encoder.blocks[0], Positions(torch.arange(tokens.size(1)))
+    parts = [*scheme.parts.values()]
+    x = encoder.tok(tokens) * scheme.token_scale  # (1, L, C)
+    p = scheme.embed(pos)
+    p = torch.zeros_like(x) if p is None else p
+    for norm in (encoder.norm, block.norm1)[: 1 + block.pre]:
+        # Given the standard deviation of x + p, LayerNorm is linear. Its bias, and those of W_Q and
+        # W_K below, belong to the token, as in a model without input positions.
+        sd = ((x + p).var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
+        x, p = (norm.weight * (z - z.mean(-1, keepdim=True)) / sd for z in (x, p))
+        x = x + norm.bias
+    q, k, _ = block.heads(x)  # (1, H, L, D) each
+    p_q, p_k, _ = block.heads(p) - block.heads(torch.zeros_like(p))
+    *_, rest = scheme.terms(q + p_q, k + p_k, pos, 0, scheme.bias(pos))
+    for part in parts:  # rope rotates all four; bert_ad adds projected positions to q and k
+        added = part.edit_qk(0 * q, 0 * k, pos)
+        q, k = (edited - own for edited, own in zip(part.edit_qk(q, k, pos), added))
+        p_q, p_k = part.edit_qk(p_q, p_k, pos)
+    t, U = parts[0].scale_terms, "U" if hasattr(parts[0], "positions") else "W"
+    root = rf"/ \sqrt{{{t if t > 1 else ''}D}}"
+    v = rf"p_i {U}_Q \cdot p_j {U}_K {root}"
+    terms = {
+        rf"token-to-token: $x_i W_Q \cdot x_j W_K {root}$": scheme.scale * q @ k.mT,
+        rf"token-to-position: $x_i W_Q \cdot p_j {U}_K {root}$": scheme.scale * q @ p_k.mT,
+        rf"position-to-token: $p_i {U}_Q \cdot x_j W_K {root}$": scheme.scale * p_q @ k.mT,
+        rf"position-to-position: ${v}$": scheme.scale * p_q @ p_k.mT,
+    }
+    title = rf"other terms: $\mathrm{{scores}}_{{ij}} {root} + \mathrm{{bias}}_{{ij}}$"
+    if isinstance(parts[0], Tupe):
+        v += " + b_r" if parts[0].relative else ""
+        v = rf"\mathrm{{reset}}({v})" if parts[0].reset else v
+        title = f"position-to-position: ${v}$"
+    terms[title] = rest
+    return {title: term[0] for title, term in terms.items() if term is not None and term.any()}
+
+
+def show_terms(paths, text, out_dir):  # --terms
+    """Write and draw the terms of the logits of a sentence. Raises ValueError, OSError."""
+    runs = []
+    for path in paths:
+        model = load_pretraining(path).double()
+        encoder, tokens = model.encoder, encode(model.encoder, text)
+        maps = logit_terms(encoder, tokens)
+        total, first = sum(maps.values()), next(iter(maps.values()))
+        head = int((total - first)[:, 1:-1, 1:-1].flatten(1).std(1).argmax())
+        maps["sum: $s_{ij}$"] = total
+        run = {"ckpt": path, "pe": encoder.config.pe, "head": head + 1}
+        run |= {name: model.run_info[name] for name in ("command", "step")}
+        run["tokens"] = [encoder.tokenizer.decode([i]).strip() for i in tokens[0].tolist()]
+        runs.append({**run, "maps": {title: A[head].numpy().round(3) for title, A in maps.items()}})
+    folder = output_folder(paths[0], "terms", out_dir)
+    write(folder, {"text": text, "runs": runs}, {"terms.png": runs})
+
+
+def draw_terms(file, runs):
+    """Draw the maps of show_terms, a line per run, on one color scale -> PNG."""
+    from matplotlib.figure import Figure
+
+    columns = max(len(run["maps"]) for run in runs)
+    figure = Figure(figsize=(1.75 * columns + 0.8, 2.6 * len(runs)), layout="constrained")
+    values = [np.ravel(A) for run in runs for A in run["maps"].values()]
+    limit = np.percentile(abs(np.concatenate(values)), 99)
+    for line, run in enumerate(runs):
+        ticks, n_empty = range(len(run["tokens"])), columns - len(run["maps"])
+        for n, (title, A) in enumerate(run["maps"].items()):
+            column = n + n_empty if n else 0  # the first term at the left, the others at the right
+            ax = figure.add_subplot(len(runs), columns, line * columns + column + 1)
+            image = ax.imshow(A, "PuOr", clim=(-limit, limit))
+            ax.set_title(title.replace(": ", "\n"), fontsize=8.5)
+            ax.set_xticks(ticks, run["tokens"], rotation=90, fontsize=8, parse_math=False)
+            ax.set(yticks=[], xlabel="key $j$")
+            sign = "=" if title.startswith("sum") else "+"
+            ax.set_ylabel(sign, rotation=0, ha="right", va="center", fontsize=14)
+            if n == 0:
+                ax.set_yticks(ticks, run["tokens"], fontsize=8, parse_math=False)
+                label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}\nquery $i$"
+                ax.set_ylabel(label, rotation=90, ha="center", va="bottom", fontsize=9)
+    figure.colorbar(image, ax=figure.axes, fraction=0.02, pad=0.01)
+    figure.savefig(file, dpi=180)
+
+
+# --------------------------------------------------------------------------------------------------
 # Output
 
 
@@ -405,7 +495,7 @@ def write(folder, numbers, figures):
     try:
         for file, panels in figures.items():
             if panels:
-                draw(folder / file, panels)
+                (draw_terms if file == "terms.png" else draw)(folder / file, panels)
                 written.append(file)
     except ImportError:
         print("no figures: pip install matplotlib")
@@ -645,10 +735,15 @@ def parse_args(argv=None):
     """-> namespace with every flag set. Raises ValueError."""
     parser = Parser("-m tools.probe", __doc__)
     parser.add_argument("--runs", nargs="+", metavar="GLOB", help="run folders to compare")
+    parser.add_argument("--terms", nargs="*", metavar="RUN", help="runs whose logits are split")
     parser.add_settings("what is probed", ProbeConfig)
     args = parser.parse_args(argv, ProbeConfig())
-    if sum(map(bool, (args.ckpt, args.runs, args.dynamics, args.pe))) > 1:
-        raise ValueError("give one of --ckpt, --runs, --dynamics and --pe")
+    has_terms = args.terms is not None
+    ckpt = args.ckpt and args.terms != []  # --terms --ckpt RUN is --terms RUN
+    if sum(map(bool, (ckpt, args.runs, args.dynamics, has_terms, args.pe))) > 1:
+        raise ValueError("give one of --ckpt, --runs, --dynamics, --terms and --pe")
+    if args.text and not has_terms:
+        raise ValueError("--text needs --terms")
     if args.pairs and not args.dynamics:
         raise ValueError("--pairs needs --dynamics")
     return args
@@ -665,6 +760,9 @@ def main(argv=None):
             compare_runs(args.runs, args.out_dir, device)
         elif args.dynamics:
             dynamics(args.dynamics, args.pairs, args.out_dir, device)
+        elif args.terms is not None:
+            runs = args.terms or [args.ckpt or newest_run()]
+            show_terms(runs, args.text or SENTENCE, args.out_dir)
         else:
             probe_run(args.ckpt or newest_run(), args.out_dir, device)
 
