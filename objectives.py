@@ -598,7 +598,7 @@ class Pretraining(nn.Module):
 @dataclass
 class ObjectiveConfig:
     """The defaults of the objectives; all fields are flags. Raises ValueError on a value that is
-    impossible or would have no effect (except for the two rates: presets set mask_rate)."""
+    impossible or would have no effect (except for mask_rate, which presets set)."""
 
     objective: str = setting("mlm", "pre-training objective, or a sum such as mlm+pplm")
     loss_weights: tuple | None = setting(None, "one weight per objective of the sum", "(0, 1e9)")
@@ -645,7 +645,7 @@ class ObjectiveConfig:
             self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
         self.objective = "+".join(names)
         used = {name for part in names for name in OBJECTIVES[part].settings}
-        used |= {"objective", "loss_weights", "mask_rate", "pos_rate"}  # presets set mask_rate
+        used |= {"objective", "loss_weights", "mask_rate"}
         for field in fields(self):
             if field.name not in used and getattr(self, field.name) != field.default:
                 raise ValueError(f"--{field.name} has no effect on --objective {self.objective}")

@@ -1,5 +1,4 @@
-"""Shared helpers and fixtures. Tests in this folder get the fixtures from pytest; test_all.py
-imports them: `from tests.conftest import cache, corpus, corpus_file, one_line, run`.
+"""Shared helpers and fixtures. test_all.py imports the fixtures, tests in this folder need not.
 
 Programs are imported inside the functions, so that the tests of one file run while another one is
 broken.
@@ -9,8 +8,6 @@ import json
 import os
 import random
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,10 +25,10 @@ TINY = shlex.split(
 )
 
 
-def write_corpus(path, n_docs=60, n_words=60, opener=open):
+def write_corpus(path, n_docs=60, n_words=60):
     """Write documents of random words as JSON lines (title, text) -> the path as a string."""
     rng = random.Random(0)
-    with opener(path, "wt", encoding="utf-8") as handle:
+    with open(path, "w") as handle:
         for i in range(n_docs):
             text = " ".join(rng.choices(WORDS, k=n_words)) + f" {i}."
             handle.write(json.dumps({"title": f"t{i}", "text": text}) + "\n")
@@ -90,13 +87,6 @@ def log_of(folder):
 def weights(folder, name="ckpt.pt"):
     """-> a run's checkpoint, loaded without this project's code."""
     return torch.load(Path(folder) / name, weights_only=True)
-
-
-def run_process(*command, cwd=ROOT, **env):
-    """Run `python *command` -> CompletedProcess with text output."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
 
 @pytest.fixture

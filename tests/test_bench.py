@@ -22,9 +22,7 @@ def variant(**changes):
 def rows(tmp_path, flags):
     """Run the program -> the rows that it writes."""
     bench.main([*FLAGS, *shlex.split(flags), "--json", str(tmp_path / "new" / "rows.json")])
-    found = json.loads((tmp_path / "new" / "rows.json").read_text())
-    assert "1 thread" in found["machine"] or "threads" in found["machine"]
-    return found["rows"]
+    return json.loads((tmp_path / "new" / "rows.json").read_text())["rows"]
 
 
 @pytest.fixture
@@ -48,17 +46,11 @@ def test_schemes_are_compared_with_abs_and_objectives_with_mlm(tmp_path, fixed_t
         ("rel", pytest.approx(1 / 3)),
         ("t5", 1),
     ]
-    for row in found:
-        assert row["tokens_per_s"] * row["ms_per_step"] == pytest.approx(1e3 * 2 * 16)
-        assert row["name"] == "ours eager" and row["peak_mem_mb"] == 1
+    assert all(row["tokens_per_s"] * row["ms_per_step"] == pytest.approx(32e3) for row in found)
     assert found[1]["parameters"] - found[0]["parameters"] == 130 * 32 - 17 * 128
     found = rows(tmp_path, "--objective pplm,mlm_full")
-    assert {row["objective"]: row["speed"] for row in found} == {
-        "mlm": 1,
-        "pplm": 0.5,
-        "mlm_full": 0.25,
-    }
-    assert len(rows(tmp_path, "--pe abs")) == 1
+    speeds = {row["objective"]: row["speed"] for row in found}
+    assert speeds == {"mlm": 1, "pplm": 0.5, "mlm_full": 0.25}
 
 
 def test_the_peer_is_compared_eager_and_compiled(tmp_path, fixed_times, monkeypatch):
@@ -66,11 +58,12 @@ def test_the_peer_is_compared_eager_and_compiled(tmp_path, fixed_times, monkeypa
     pytest.importorskip("transformers")
     monkeypatch.setattr(bench, "can_compile", lambda device: True)
     found = rows(tmp_path, "--peer hf --pe tupe_r")
-    names = ["hf eager", "ours eager", "hf compiled", "ours compiled"]
-    assert [row["name"] for row in found] == names
-    assert [row["speed"] for row in found] == [1, 2, 1, 2]
-    assert [row["pe"] for row in found] == ["abs", "tupe_r"] * 2
-    assert len(rows(tmp_path, "--peer hf --no-compile")) == 2
+    assert [(row["name"], row["pe"], row["speed"]) for row in found] == [
+        ("hf eager", "abs", 1),
+        ("ours eager", "tupe_r", 2),
+        ("hf compiled", "abs", 1),
+        ("ours compiled", "tupe_r", 2),
+    ]
 
 
 def test_all_is_everything_once(monkeypatch):
@@ -102,7 +95,6 @@ def test_the_peer_has_our_size():
     models = [bench.build(variant(peer=peer))[0] for peer in (None, "hf")]
     ours, theirs = [sum(p.numel() for p in model.parameters()) for model in models]
     assert theirs - ours == 2 * 128
-    assert models[1].config._attn_implementation == "sdpa"
 
 
 def test_the_peers_masking():
@@ -120,8 +112,8 @@ def test_the_peers_masking():
     assert abs((ids[scored] == tokens[scored]).float().mean() - 0.1) < 0.02
 
 
-def test_agree(tmp_path, monkeypatch):
-    """In float32 a CPU agrees with itself exactly, in bfloat16 roughly; a wrong gradient shows."""
+def test_agree(tmp_path):
+    """In float32 a CPU agrees with itself exactly, in bfloat16 roughly."""
     flags = "--agree --pe tupe_r,rel --objective mlm,pplm"
     assert [row["gradient_difference"] for row in rows(tmp_path, flags)] == [0] * 4
     [row] = rows(tmp_path, "--agree --dtype bfloat16")
@@ -135,22 +127,17 @@ def test_memory_is_that_of_a_new_process(tmp_path):
     assert 50 < row["peak_mem_mb"] < 2000
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--pe foo", "choose from"),
-        ("--objective foo", "choose from"),
-        ("--preset paper", "choose from 'demo'"),
-        ("--pairs 1", "[2, "),
-        ("--block_size 3", "[4, "),
-        ("--pe rope --objective pmlm", "cannot represent"),
-        ("--objective tc --batch_size 1", "2 or more"),
-        ("--pe abs,rel --objective mlm,pplm", "but not both"),
-        ("--peer hf --pe abs,rel", "--peer takes one scheme"),
-        ("--peer hf --agree", "--peer takes one scheme"),
-        ("--gpu x.json", "unrecognized arguments"),
-    ],
-)
-def test_wrong_input_is_one_line(flags, message, capsys):
-    """Everything that cannot be measured is refused in one line before anything is measured."""
-    assert message in one_line(capsys, bench.main, ["--device", "cpu", *flags.split()])
+MISTAKES = {
+    "--pe foo": "choose from",
+    "--preset paper": "choose from 'demo'",
+    "--pairs 1": "[2, ",
+    "--pe rope --objective pmlm": "cannot represent",
+    "--pe abs,rel --objective mlm,pplm": "but not both",
+    "--peer hf --agree": "--peer takes one scheme",
+}
+
+
+def test_wrong_input_is_one_line(capsys):
+    """What cannot be measured is refused before anything is measured."""
+    for flags, message in MISTAKES.items():
+        assert message in one_line(capsys, bench.main, ["--device", "cpu", *flags.split()])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import model as model_module
 from lib import baselines
 from lib.device import can_compile
-from model import Encoder, EncoderConfig, Positions, load
+from model import Positions, load
 from objectives import ObjectiveConfig, Pretraining
 from test_all import ALL_PE, SEP, VOCAB, close, corrupted, pretraining, sequences, slow, tiny
 from tests.conftest import refuses
@@ -21,53 +21,29 @@ from tests.conftest import refuses
 ALONE = "none bert_ad tupe_a tupe_r tupe_a_tie_cls tupe_r_tie_cls t5_untie_cls bert_r_untie_cls "
 ALONE += "tupe_a_free tupe_r_factored deberta"
 # fmt: off
-ILLEGAL_SHAPES = [
-    *((dict(pe=f"rope+{pe}"), f"{pe} cannot be part of a sum") for pe in ALONE.split()),
-    (dict(pe="foo"), "unknown --pe 'foo'; choose from none, abs, .*"),
-    (dict(pe="bert_r+t5"), "t5 is in the sum already"),
-    (dict(pe="rope", d_model=20), "even width"),
-    (dict(n_head=3), "--d_model 128 is not a multiple of --n_head 3"),
-    (dict(n_layer=0), r"--n_layer is 0; it must be in \[1, 1000\]"),
-    (dict(dropout=1.0), r"\[0, 1\)"),
-    (dict(norm="last"), "choose from post, pre"),
+ILLEGAL = [
+    *((tiny, dict(pe=f"rope+{pe}"), f"{pe} cannot be part of a sum") for pe in ALONE.split()),
+    (tiny, dict(pe="bert_r+t5"), "t5 is in the sum already"),
+    (tiny, dict(pe="rope", d_model=10), "even width"),
+    (tiny, dict(n_head=3), "--d_model 16 is not a multiple of --n_head 3"),
+    (tiny, dict(norm="last"), "choose from post, pre"),
+    (corrupted, dict(objective="pmlm+pplm_some"), "at most one position objective"),
+    (corrupted, dict(objective="mlm+taco"), "at most one token objective"),
+    (corrupted, dict(objective="clm+pplm"), "clm is causal"),
+    (corrupted, dict(objective="mlm", pair_head="linear"), "has no effect on --objective mlm"),
+    (corrupted, dict(objective="tc", tc_on="masked"), "--tc_on masked needs mlm"),
+    (corrupted, dict(objective="tc", tc_window=4), "must be odd"),
+    (corrupted, dict(objective="taco", loss_weights=(1.0,)), "mlm.tc needs 2 numbers"),
+    (corrupted, dict(objective="nsp", B=3), "needs --batch_size 4"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize("change, message", ILLEGAL_SHAPES, ids=str)
-def test_illegal_schemes_and_shapes_are_refused(change, message):
-    """What cannot be built is refused with the reason. TUPE's reset and the scales of tupe, bert_ad
-    and deberta apply to their own sum, so these schemes cannot be part of another."""
-    refuses(message, lambda: Encoder(EncoderConfig(**change)))
-
-
-# fmt: off
-ILLEGAL_OBJECTIVES = [
-    (dict(objective="foo"), "unknown --objective 'foo'; choose from mlm, clm"),
-    (dict(objective="pmlm+pplm_some"), "at most one position objective"),
-    (dict(objective="mlm+taco"), "at most one token objective"),
-    (dict(objective="clm+pplm"), "clm is causal"),
-    (dict(objective="nsp+clm"), "clm is causal"),
-    (dict(mask_rate=0.0), r"--mask_rate is 0.0; it must be in \(0, 1\)"),
-    (dict(pos_rate=math.nan), r"\(0, 1\)"),
-    (dict(mlm_on="most"), "choose from masked, all"),
-    (dict(pair_head="linear"), "--pair_head has no effect on --objective mlm"),
-    (dict(objective="tc", tc_on="masked"), "--tc_on masked needs mlm"),
-    (dict(objective="tc", tc_window=4), "must be odd"),
-    (dict(objective="taco", loss_weights=(1.0,)), "mlm.tc needs 2 numbers"),
-    (dict(L=4), "--mask_rate 0.15 of 2 tokens selects none"),
-    (dict(objective="pplm", L=4, pos_rate=0.5), "selects fewer than 2"),
-    (dict(objective="pmlm", pe="rope+t5"), "masks positions, which --pe rope.t5 cannot represent"),
-    (dict(objective="tc", B=1), "needs --batch_size 2"),
-    (dict(objective="nsp", B=3), "needs --batch_size 4"),
-]
-# fmt: on
-
-
-@pytest.mark.parametrize("change, message", ILLEGAL_OBJECTIVES, ids=str)
-def test_illegal_objectives_are_refused(change, message):
-    """What cannot be computed, or would have no effect, is refused with the reason."""
-    refuses(message, corrupted, **{"objective": "mlm"} | change)
+@pytest.mark.parametrize("build, change, message", ILLEGAL)
+def test_what_cannot_be_computed_is_refused(build, change, message):
+    """What cannot be built, or would have no effect, is refused with the reason. TUPE's reset and
+    the scales of tupe, bert_ad and deberta apply to their own sum, so these schemes stand alone."""
+    refuses(message, build, **change)
 
 
 def test_baselines_of_a_model(monkeypatch):
@@ -110,20 +86,16 @@ def inductor(function):
     return torch.compile(function, fullgraph=True)
 
 
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
 @pytest.mark.parametrize(
-    "kind, dtype",
-    [
-        *[("ours", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
-        ("torch", torch.float32),
-        slow("compiled", torch.float32),
-    ],
-    ids=str,
+    "compiles, dtype", [*((False, x) for x in DTYPES), slow(True, torch.float32)], ids=str
 )
-def test_dropout(dtype, kind):
+def test_dropout(dtype, compiles):
     """Dropout drops a share p of the elements independently of each other, divides the others by
     1 - p, has its own derivative and repeats with the seed, like F.dropout but faster on a CPU."""
-    dropout = F.dropout if kind == "torch" else model_module.dropout
-    dropout = inductor(dropout) if kind == "compiled" else dropout
+    dropout = inductor(model_module.dropout) if compiles else model_module.dropout
     x = torch.full((999, 1001), 2.0, dtype=dtype, requires_grad=True)
     results = []
     for seed in (0, 0, 1):
@@ -238,5 +210,4 @@ def test_compiled_training_equals_eager(case):
         torch._foreach_add_([p.data for p in parameters], gradient, alpha=step)
         ends.append(loss(compiled, 7).item())
     slope = 2e-3 * sum(g.square().sum().item() for g in gradient)
-    # The loss of tc also changes through its candidates, which are detached.
-    assert abs((ends[0] - ends[1]) / slope - 1) < (0.2 if "tc" in objective else 0.01)
+    assert abs((ends[0] - ends[1]) / slope - 1) < 0.01

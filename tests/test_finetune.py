@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import re
 import shlex
 import statistics
 from pathlib import Path
@@ -21,23 +20,17 @@ import finetune
 from lib import bow, glue, squad
 from lib.files import lock, read_checkpoint
 from model import Encoder, EncoderConfig, load
+from test_all import finetune_args
 from tests.conftest import WORDS, one_line, refuses, run_train
 
 CFG = EncoderConfig(vocab_size=8192)
-
-
-def finetune_args(*flags):
-    args = finetune.parse_args(["--task", "cola", *map(str, flags)])
-    args.device, args.dtype = torch.device("cpu"), torch.float32
-    return args
-
 
 # --------------------------------------------------------------------------------------------------
 # Files
 
 # The official columns of each task's train.tsv and dev.tsv; MNLI's dev file has more labels.
 OFFICIAL = {
-    "cola": None,
+    "cola": "source label mark sentence",  # without this line
     "sst2": "sentence label",
     "qnli": "index question sentence label",
     "mrpc": "Quality|#1 ID|#2 ID|#1 String|#2 String",
@@ -50,33 +43,14 @@ OFFICIAL = {
 }
 
 
-def official_file(name, rows, end="\n", bom=False):
-    """Rows of (texts, label as written) -> the bytes of an official file."""
-    task = finetune.TASKS[name]
-    if name == "cola":
-        lines = [f"gj04\t{label}\t\t{text}" for (text,), label in rows]
-    else:
-        header = OFFICIAL[name].split("|" if "|" in OFFICIAL[name] else None)
-        lines = ["\t".join(header)]
-        for texts, label in rows:
-            cells = {**dict(zip(task.texts, texts)), task.label: label}
-            lines.append("\t".join(cells.get(column, "0") for column in header))
-    return ("\ufeff" * bom + "".join(line + end for line in lines)).encode()
-
-
-@pytest.mark.parametrize("name", OFFICIAL)
-@pytest.mark.parametrize("end, bom", [("\n", False), ("\r\n", True)])
-def test_official_files(tmp_path, name, end, bom):
-    """Texts arrive as they are written, with quotes and all that str.splitlines takes for a line
-    end."""
-    task, file = finetune.TASKS[name], tmp_path / "train.tsv"
-    labels = task.classes or ("0", "3.8", "5.000")
-    texts = '"', "a\u2028b\x85", "", "it's \\ \x0b\x0c\x1c", "é"
-    rows = [((text,) * len(task.texts), label) for text, label in zip(texts, labels * 3)]
-    file.write_bytes(official_file(name, rows, end, bom))
-    as_label = float if name == "stsb" else task.classes.index
-    expected = [(texts, as_label(label)) for texts, label in rows]
-    assert glue.read_tsv(task, file) == expected
+def official_file(name, rows):
+    """Rows of (texts, label as written) -> the text of an official file."""
+    task, header = finetune.TASKS[name], OFFICIAL[name].split("|" if name == "mrpc" else None)
+    lines = [] if name == "cola" else [header]
+    for texts, label in rows:
+        cells = {**dict(zip(task.texts, texts)), task.label: label}
+        lines.append([cells.get(column, "0") for column in header])
+    return "".join("\t".join(line) + "\n" for line in lines)
 
 
 def squad_json(questions, version="1.1"):
@@ -90,120 +64,120 @@ def squad_json(questions, version="1.1"):
     return json.dumps({"version": version, "data": [{"title": "t", "paragraphs": paragraphs}]})
 
 
-RTE = "index\tsentence1\tsentence2\tlabel\n"
+@pytest.mark.parametrize("name", OFFICIAL)
+@pytest.mark.parametrize("end, bom", [("\n", ""), ("\r\n", "\ufeff")])
+def test_official_files(tmp_path, name, end, bom):
+    """Texts arrive as they are written, with quotes and all that str.splitlines takes for a line
+    end."""
+    task, file = finetune.TASKS[name], tmp_path / "train.tsv"
+    labels = task.classes or ("0", "3.8", "5.000")
+    texts = '"', "a\u2028b\x85", "", "it's \\ \x0b\x0c\x1c", "é"
+    rows = [((text,) * len(task.texts), label) for text, label in zip(texts, labels * 3)]
+    file.write_bytes((bom + official_file(name, rows).replace("\n", end)).encode())
+    as_label = float if name == "stsb" else task.classes.index
+    assert glue.read_tsv(task, file) == [(texts, as_label(label)) for texts, label in rows]
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("rte", RTE + "0\ta\tb\tmaybe\n", "line 2: label 'maybe' is not one of entailment"),
-        ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2, only sentence1, label"),
-        ("rte", RTE + "0\ta\tb\tentailment\t\n", "line 2: not 4 columns"),
-        ("rte", RTE, "has no rows"),
-        ("rte", "", "has no rows"),
-        ("sst2", "sentence\tlabel\nfine\t1\nbroken\rrow\t1\n", "line 3: not 2 columns"),
-        ("stsb", official_file("stsb", [("ab", "nan")]), "score nan is not between 0 and 5"),
-        ("sst2", b"sentence\tlabel\n\xff\t1\n", "can't decode byte 0xff"),
-        ("squad", "{", "is damaged"),
-        ("squad", '{"data": []}', "has no questions"),
-        ("squad", '{"data": [{"paragraphs": [{}]}]}', "is damaged or not in SQuAD's format"),
-        ("squad", "[]", "is damaged or not in SQuAD's format"),
-        ("squad", squad_json([("7", "q", "a b", [("b", 1)])]), "question 7: the context has no"),
-    ],
-)
-def test_malformed_files_are_one_line(tmp_path, name, content, message):
-    """A malformed file is refused with a message that names the file and the line or question."""
-    task, file = finetune.TASKS[name], tmp_path / "train"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refuses(f"train.*{re.escape(message)}", task.read, task, file)
+RTE = "sentence1\tsentence2\tlabel\n"
+
+
+# fmt: off
+@pytest.mark.parametrize("name, content, message", [
+    ("rte", RTE + "a\tb\tmaybe\n", "line 2: label 'maybe'"),
+    ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2"),
+    ("rte", RTE + "a\tb\tc\tentailment\n", "line 2: not 3 columns"),
+    ("rte", RTE + "a\tb\tentailment\nbroken\nrow\tb\tentailment", "line 3: not 3 columns"),
+    ("rte", RTE, "has no rows"),
+    ("rte", RTE + "\xff\tb\tentailment", "can't decode byte 0xff"),
+    ("stsb", official_file("stsb", [("ab", "nan")]), "score nan"),
+    ("squad", "{", "is damaged"),
+    ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
+    ("squad", squad_json([("7", "q", "a b", [("b", 1)])]), "question 7: "),
+])
+# fmt: on
+def test_malformed_files_are_refused(tmp_path, name, content, message):
+    """The message names the file and the line or question."""
+    file = tmp_path / "train"
+    file.write_text(content, encoding="latin-1")
+    refuses(f"train.*{message}", finetune.TASKS[name].read, finetune.TASKS[name], file)
 
 
 def test_test_files_and_missing_ones(tmp_path, capsys):
-    """Test files have an index and no label; optional files may be missing, others may not."""
-    args = finetune_args("--data_dir", tmp_path)
+    """Test files have an index and no label. A file may be missing, except the training file and
+    the first one to score."""
     for name, header in (
         ("cola", "index\tsentence"),
         ("ax", "index\tsentence1\tsentence2"),
         ("mrpc", "index\t#1 ID\t#2 ID\t#1 String\t#2 String"),
         ("qqp", "id\tquestion1\tquestion2"),
     ):
-        task, n = finetune.TASKS[name], header.count("\t")
-        lines = [header, *("\t".join([str(i), *["t"] * n]) for i in (0, 1, 7))]
+        task, cells = finetune.TASKS[name], "\tt" * header.count("\t")
         file = tmp_path / task.folder / ("diagnostic.tsv" if name == "ax" else "test.tsv")
         file.parent.mkdir()
-        file.write_text("\n".join(lines))
-        [(key, rows)] = glue.read_split(task, name, tmp_path, "test").items()
-        assert key == ("AX" if name == "ax" else task.folder)
-        assert rows == [(("t",) * len(task.texts), i) for i in (0, 1, 7)]
-    mnli, rows = tmp_path / "MNLI", [(('A "b', "C"), 2)]
+        file.write_text(f"{header}\n0{cells}\n7{cells}")
+        texts, key = ("t",) * len(task.texts), "AX" if name == "ax" else task.folder
+        assert glue.read_split(task, name, tmp_path, "test") == {key: [(texts, 0), (texts, 7)]}
+    mnli, args, rows = tmp_path / "MNLI", finetune_args("--data_dir", tmp_path), [(("A", "B"), 2)]
     mnli.mkdir()
     for file in ("train.tsv", "dev_matched.tsv"):
-        (mnli / file).write_bytes(official_file("mnli", [(rows[0][0], "contradiction")]))
+        (mnli / file).write_text(official_file("mnli", [("AB", "contradiction")]))
     assert finetune.read_task("mnli", args) == (rows, {"mnli": rows})
-    assert glue.read_split(finetune.TASKS["mnli"], "mnli", tmp_path, "test") == {}
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["mnli-mm", "MNLI-m", "MNLI-mm"]
-    assert all("does not exist, left out" in line for line in lines)
+    assert "mnli-mm: " in capsys.readouterr().out
     (mnli / "dev_matched.tsv").unlink()
-    files = "train.tsv, dev_matched.tsv, dev_mismatched.tsv"
-    refuses(f"dev_matched.tsv does not exist; .* {files}$", finetune.read_task, "mnli", args)
-    refuses("train.tsv does not exist; .* train.tsv, dev.tsv", finetune.read_task, "rte", args)
+    refuses("dev_matched.tsv does not exist", finetune.read_task, "mnli", args)
+    refuses("train.tsv does not exist", finetune.read_task, "rte", args)
+
+
+HUB = {  # the columns of the texts, as the hub's data cards have them
+    "question sentence": ["qnli"],
+    "question1 question2": ["qqp"],
+    "premise hypothesis": ["mnli", "ax"],
+    "sentence1 sentence2": ["mrpc", "stsb", "rte", "wnli"],
+    "sentence": ["cola", "sst2"],
+}
 
 
 def test_hub_rows(monkeypatch):
-    """Every task's rows on the hub take the same form as those of the files."""
-    import datasets
-
-    tasks, asked = finetune.TASKS, set()
-    monkeypatch.setattr(glue, "check_hub", lambda: None)
+    """Rows from the hub take the form of those in the files; classes are in the hub's order."""
+    datasets, tasks, asked = pytest.importorskip("datasets"), finetune.TASKS, set()
+    texts = {name: tuple(columns.split()) for columns, names in HUB.items() for name in names}
 
     def load_dataset(repo, config, split):
         asked.add((repo, config, split))
-        if "squad" in repo:
-            answers = {"text": ["b"], "answer_start": [2]}
-            answers = answers if split == "train" else {"text": [], "answer_start": []}
+        if config is None:
+            answers = {"text": [], "answer_start": []}
             return [{"id": "7", "context": "a b", "question": "q", "answers": answers}]
-        columns = {c: c.upper() for c in tasks[config].hub or tasks[config].texts}
-        return datasets.Dataset.from_list([{**columns, "label": 1, "idx": 5}])
+        return [{**{column: column for column in texts[config]}, "label": 1, "idx": 5}]
 
+    monkeypatch.setattr(glue, "check_hub", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    for name in (*OFFICIAL, "squad", "squad_v2"):
-        task = tasks[name]
-        train, evaluations = finetune.read_task(name, finetune_args())
-        if task.kind == "span":
-            assert train == [(("q", "a b"), ["b"], [2], "7")]
-            assert evaluations == {name: [(("q", "a b"), [], [], "7")]}
-        else:
-            texts = tuple(c.upper() for c in task.hub or task.texts)
-            assert train == evaluations[name] == [(texts, 1)]
-            for rows in glue.read_split(task, name, None, "test").values():
-                assert rows == [(texts, 5)]
-    glue.read_split(glue.AX, "ax", None, "test")
+    for name in texts:
+        if name != "ax":
+            train, evaluations = finetune.read_task(name, finetune_args())
+            assert train == evaluations[name] == [(texts[name], 1)]
+        for rows in glue.read_split(tasks[name], name, None, "test").values():
+            assert rows == [(texts[name], 5)]
+    questions = [squad.Question(("q", "a b"), [], [], "7")]
+    assert finetune.read_task("squad_v2", finetune_args()) == (questions, {"squad_v2": questions})
     repo, v2 = "nyu-mll/glue", "rajpurkar/squad_v2"
     assert {(repo, "ax", "test"), (repo, "mnli", "test_mismatched"), (v2, None, "train")} <= asked
-    # The order of the classes and the columns' names, as the hub's data cards have them.
-    nli, rte = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
-    assert tasks["mnli"].classes == tasks["ax"].classes == nli
-    assert tasks["qnli"].classes == tasks["rte"].classes == rte
-    assert tasks["mnli"].hub == ("premise", "hypothesis") and tasks["mrpc"].hub == glue.PAIR
+    assert tasks["mnli"].classes == ("entailment", "neutral", "contradiction")
+    assert tasks["qnli"].classes == tasks["rte"].classes == ("entailment", "not_entailment")
 
 
-def test_squad_files(tmp_path):
+@pytest.mark.parametrize("name, golds", [("squad", None), ("squad_v2", [])])
+@pytest.mark.parametrize("folder", [".", "squad"])
+def test_squad_files(tmp_path, folder, name, golds):
     """SQuAD's files may be in their own folder or directly in --data_dir; a question is
     unanswerable only if it is marked so."""
-    answers = [("Zoë", 5), ("Zoë.", 5)]
-    questions = [("1", "who?", "It's Zoë.", answers), ("2", "no?", "a\u2028b", [])]
-    (tmp_path / "squad").mkdir()
-    for folder in (tmp_path / "squad", tmp_path):
-        for version in ("1.1", "2.0"):
-            (folder / f"dev-v{version}.json").write_text(squad_json(questions, version))
-    for folder in (tmp_path, tmp_path / "squad"):
-        for name, golds in (("squad", None), ("squad_v2", [])):
-            [questions] = glue.read_split(finetune.TASKS[name], name, folder, "dev").values()
-            assert questions == [
-                squad.Question(("who?", "It's Zoë."), ["Zoë", "Zoë."], [5, 5], "1"),
-                squad.Question(("no?", "a\u2028b"), golds, [], "2"),
-            ]
+    questions = [("1", "who?", "It's Zoë.", [("Zoë", 5)]), ("2", "no?", "a\u2028b", [])]
+    (tmp_path / folder).mkdir(exist_ok=True)
+    version = "1.1" if name == "squad" else "2.0"
+    (tmp_path / folder / f"dev-v{version}.json").write_text(squad_json(questions, version))
+    assert glue.read_split(finetune.TASKS[name], name, tmp_path, "dev")[name] == [
+        squad.Question(("who?", "It's Zoë."), ["Zoë"], [5], "1"),
+        squad.Question(("no?", "a\u2028b"), golds, [], "2"),
+    ]
 
 
 def test_docs_rows(tmp_path, monkeypatch):
@@ -230,65 +204,48 @@ def test_encode_cuts_the_longer_text_first(tokenizer):
     """A pair fits into the length, and spaces around a text take none of it."""
     cfg, short = CFG, tokenizer.encode_ordinary("a dog")
     ids = finetune.encode(("the fox " * 30, " " * 999 + "a dog"), tokenizer, cfg, 20)
-    assert len(ids) == 20 and ids[0] == cfg.cls_id and ids[-1] == cfg.sep_id
-    assert ids[-1 - len(short) : -1] == short and ids.count(cfg.sep_id) == 2
-    swapped = finetune.encode(("a dog", "the fox " * 30), tokenizer, cfg, 20)
-    assert len(swapped) == 20 and swapped[1 : 1 + len(short)] == short
+    assert len(ids) == 20 and ids[0] == cfg.cls_id and ids.count(cfg.sep_id) == 2
+    assert ids[-1 - len(short) :] == [*short, cfg.sep_id]
     assert finetune.encode(("\na dog ",), tokenizer, cfg, 20) == [cfg.cls_id, *short, cfg.sep_id]
     assert cfg.mask_id in finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
 
 
-@pytest.mark.parametrize(
-    "question, context, answer, label",
-    [
-        ("who", "the quick fox", "fox", True),
-        (" " * 2000 + "who", "the quick fox", "fox", True),
-        ("who" + "\n" * 2000, " " * 300 + "the quick fox" + " " * 300, "fox", True),
-        ("", "fox", "fox", True),
-        ("who", " \tfox\n", "fox", True),
-        ("who", "In Zürich 狐 jumps, or a 😀.", "狐", True),
-        ("who", "In Zürich 狐 jumps, or a 😀.", "Zürich 狐 jumps", True),
-        ("who" * 500, "the quick fox", "fox", True),
-        ("who \ud800", "a \ud800 fox \U0001f600", "fox", True),  # a lone surrogate
-        ("who", "  fox  ", "  ", False),  # an answer of spaces
-        ("who", "fox", "", False),
-        ("who", "", None, False),
-        ("who", "   ", None, False),
-    ],
-)
-def test_squad_with_odd_texts(tokenizer, question, context, answer, label):
+# fmt: off
+@pytest.mark.parametrize("question, context, answer", [
+    ("who" + "\n" * 2000, " " * 300 + "the quick fox" + " " * 300, "fox"),
+    (" " * 2000 + "who", "In Zürich 狐 jumps, or a 😀.", "Zürich 狐 jumps"),
+    ("who" * 500, "the quick fox", "fox"),
+    ("", "fox", "fox"),
+    ("who \ud800", "a \ud800 fox \U0001f600", "fox"),  # a lone surrogate
+    ("who", "   ", ""),
+])
+# fmt: on
+def test_squad_with_odd_texts(tokenizer, question, context, answer):
     """Spaces around a question or context take no tokens; a perfect model's spans give the answer,
     cut from the original context."""
-    golds = [] if answer is None else [answer]
-    q = squad.Question((question, context), golds, [context.find(answer or "")])
-    for length in (8, 64):
-        rows, windows = zip(*squad.windows(0, q, tokenizer, CFG, length))
-        outs, found = [], False
-        for (ids, (first, last)), window in zip(rows, windows):
-            asked = tokenizer.decode(ids[1 : window.offset - 1])
-            assert question.strip().replace("\ud800", "\ufffd").startswith(asked)
-            outs.append(np.full((2, len(ids)), -5.0, np.float32))
-            if first:
-                outs[-1][0, first] = outs[-1][1, last] = 5.0
-                found = True
-            assert len(ids) <= length and bool(asked) == bool(question)
-        [ranked] = squad.rank_answers(outs, windows, with_null=False)
-        assert all(text in context for _, text in ranked)
-        assert not found or ranked[0] == (10.0, answer)
-    assert found == label
+    q = squad.Question((question, context), [answer], [context.find(answer)])
+    rows, windows = zip(*squad.windows(0, q, tokenizer, CFG, 64))
+    outs = [np.full((2, len(ids)), -5.0, np.float32) for ids, _ in rows]
+    for out, (ids, (first, last)), window in zip(outs, rows, windows):
+        asked = tokenizer.decode(ids[1 : window.offset - 1])
+        assert question.strip().replace("\ud800", "\ufffd").startswith(asked)
+        assert bool(asked) == bool(question)
+        out[0, first] = out[1, last] = 5.0
+    [ranked] = squad.rank_answers(outs, windows, with_null=False)
+    assert ranked[0] == (10.0, answer) and all(text in context for _, text in ranked)
 
 
-def test_no_answer_competes_with_the_lowest_null_score():
+@pytest.mark.parametrize("best, text", [(1, ""), (3, "a")])
+def test_no_answer_competes_with_the_lowest_null_score(best, text):
     """v2.0 gives no answer if the lowest null score of the windows is above the best span's; v1.1
     always answers."""
-    spans = np.array([[0, 1], [1, 2]])
-    windows = [squad.Window(0, "ab", spans, 1)] * 2
-    for best, text in ((1, ""), (3, "a")):  # the null scores are 8 and 4, the best span has 2 best
-        outs = [np.array([[null, best, 0, 0]] * 2, np.float32) for null in (4, 2)]
-        [ranked] = squad.rank_answers(outs, windows, with_null=True)
-        assert ranked[0][1] == text and (4.0, "") in ranked
-        [ranked] = squad.rank_answers(outs, windows, with_null=False)
-        assert ranked[0] == (2.0 * best, "a")
+    windows = [squad.Window(0, "ab", np.array([[0, 1], [1, 2]]), 1)] * 2
+    # The null scores are 8 and 4, the best span has 2 best.
+    outs = [np.array([[null, best, 0, 0]] * 2, np.float32) for null in (4, 2)]
+    [ranked] = squad.rank_answers(outs, windows, with_null=True)
+    assert ranked[0][1] == text and (4.0, "") in ranked
+    [ranked] = squad.rank_answers(outs, windows, with_null=False)
+    assert ranked[0] == (2.0 * best, "a")
 
 
 def test_heads_compute_in_float32():
@@ -296,12 +253,10 @@ def test_heads_compute_in_float32():
     states. (In 16 bits 1,500 rows of STS-B had 2 different scores.)"""
     cfg = EncoderConfig(vocab_size=72, n_layer=2, n_head=2, d_model=16, d_ff=32, max_len=12)
     model = finetune.Classifier(Encoder(cfg), "stsb", 12).eval()
-    torch.nn.init.normal_(model.head[-1].weight, std=1e-3)
     torch.nn.init.ones_(model.head[-1].bias)
     tokens = torch.randint(0, 64, (200, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         hidden, out = model.encoder(tokens)[:, 0].float(), model(tokens, None)
-    assert out.dtype == torch.float32
     torch.testing.assert_close(out, model.head(hidden).squeeze(-1), rtol=0, atol=1e-7)
     assert len(out.unique()) > 100
 
@@ -320,19 +275,17 @@ def home(corpus_file, cache, tmp_path_factory):
         task = finetune.TASKS[name]
         (folder / task.folder).mkdir(parents=True)
         classes = task.classes[:2] or ("0.5", "4.5")
-        sizes = {"train": 320, "dev": 60, "dev_matched": 60, "dev_mismatched": 30}
-        for file, n in sizes.items():
+        for file, n in (("train", 320), ("dev", 60), ("dev_matched", 60), ("dev_mismatched", 30)):
             rows = []
             for c in rng.choices((0, 1), (1, 2), k=n):
-                word = [("owls", "seven")[c]]
-                texts = [" ".join(rng.choices(WORDS[:8], k=4) + word) for _ in task.texts]
-                rows.append((texts, classes[c]))
-            (folder / task.folder / f"{file}.tsv").write_bytes(official_file(name, rows))
+                text = " ".join(rng.choices(WORDS[:8], k=4) + [("owls", "seven")[c]])
+                rows.append(([text] * len(task.texts), classes[c]))
+            (folder / task.folder / f"{file}.tsv").write_text(official_file(name, rows))
     (folder / "diagnostic").mkdir()
     for file in ("CoLA/test", "MNLI/test_matched", "diagnostic/diagnostic", "STS-B/test"):
-        n, header = (1, "index\tsentence") if "CoLA" in file else (2, "index\tsentence1\tsentence2")
-        lines = [header, *(f"{i}" + "\tthe quick owls" * n for i in range(5))]
-        (folder / f"{file}.tsv").write_text("\n".join(lines) + "\n")
+        columns = ["sentence"] if "CoLA" in file else ["sentence1", "sentence2"]
+        rows = [["index", *columns], *([str(i)] + ["the owls"] * len(columns) for i in range(5))]
+        (folder / f"{file}.tsv").write_text("\n".join(map("\t".join, rows)))
     for version in ("1.1", "2.0"):
         questions = []
         for i in range(24):
@@ -342,20 +295,19 @@ def home(corpus_file, cache, tmp_path_factory):
             answers = [("owls", context.index("owls"))] if has_answer else []
             questions.append((str(i), "who", context, answers))
         for split in ("train", "dev"):
-            text = squad_json(questions, version)
-            (folder / f"{split}-v{version}.json").write_text(text)
+            file = folder / f"{split}-v{version}.json"
+            file.write_text(squad_json(questions, version))
     return home
 
 
 @pytest.fixture
 def at_home(home, monkeypatch):
     monkeypatch.chdir(home)
-    return home
 
 
 def run_finetune(out, task, *flags):
     """-> the rows of results.jsonl that this call writes."""
-    flags = "--out_dir", out, "--device cpu --dtype float32 --task", task, *flags
+    flags = "--out_dir", out, "--device cpu --dtype float32 --data_dir glue --task", task, *flags
     finetune.main(shlex.split(" ".join(map(str, flags))))
     file = Path(out) / "results.jsonl"
     rows = [json.loads(line) for line in open(file)] if file.exists() else []
@@ -363,9 +315,7 @@ def run_finetune(out, task, *flags):
     return rows
 
 
-LEARN = "--data_dir glue --lr 0.01 --epochs 8"
-QUICK = "--data_dir glue --lr 0.01 --epochs 1 --limit_train 40"
-EVAL = "--data_dir glue --eval_only"
+LEARN, QUICK = "--lr 0.01 --epochs 8", "--lr 0.01 --epochs 1 --limit_train 40"
 
 
 def submitted(file):
@@ -376,23 +326,17 @@ def submitted(file):
     return [line.split("\t")[1] for line in lines]
 
 
-def test_learn_save_and_score_again(at_home, tmp_path, capsys):
+def test_learn_save_and_score_again(at_home, tmp_path):
     """A task that one word decides is learned; the best model is saved, scores the same again, and
     ranks its answers by probability."""
     rows = run_finetune(tmp_path, "cola", LEARN, "--lr 0.01 1e-7 --seeds 2 --predict")
     assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
-    first = rows[0]
-    keys = "task seed lr metrics majority ckpt seconds recipe epochs n_train batch_size length step"
-    assert set(keys.split()) <= first.keys()
     assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2])
-    assert first["constant"] == {"matthews": 0.0, "accuracy": first["majority"]}
-    assert first["ckpt"] == "out/run" and rows[2]["one_class"]
-    out = capsys.readouterr().out
-    assert re.search(r"matthews .* 0.01 +2 +0 .*out/run\n", out)
+    assert rows[0]["constant"] == {"matthews": 0.0, "accuracy": rows[0]["majority"]}
+    assert rows[0]["ckpt"] == "out/run" and rows[2]["one_class"]
     assert set(submitted(tmp_path / "CoLA.tsv")) == {"0"}  # owls
-    (again,) = run_finetune(tmp_path, "cola", EVAL)
+    (again,) = run_finetune(tmp_path, "cola", "--eval_only")
     assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"])
-    assert again["eval_only"] and again["n_train"] == 320
     checkpoint, model = finetune.load_finetuned(tmp_path / "finetuned-cola.pt")
     assert checkpoint["row"] in rows and not model.training
     [[(p, best), (q, _)]] = finetune.rank(model, [squad.Question(("the owls",))])
@@ -402,27 +346,22 @@ def test_learn_save_and_score_again(at_home, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_all_of_glue(at_home, tmp_path, capsys):
-    """`all` takes the tasks that are there, the MNLI model predicts AX, and the files have the form
-    that GLUE wants."""
+    """`all` takes the tasks that are there, the MNLI model predicts AX, the files have the form
+    that GLUE wants, and a fine-tuned encoder may start another task."""
     flags = "--predict --recipe bert --ckpt scratch --lr 0.006 --epochs 16"
-    rows = run_finetune(tmp_path, "all", LEARN, flags)
+    rows = run_finetune(tmp_path, "all", flags)
     assert [r["task"] for r in rows] == ["cola", "stsb", "mnli", "mnli-mm"]
     assert rows[1]["metrics"]["pearson"] > 0.5 and rows[1]["majority"] == 0
-    assert rows[0]["ckpt"] == f"scratch, shaped like {Path('out/run')}" and rows[0]["step"] == 0
-    out = capsys.readouterr().out
-    assert "Wang 2021's average: needs sst2, qnli, rte, qqp, mrpc" in out and "MNLI-mm: " in out
+    assert "Wang 2021's average: needs sst2, qnli, rte, qqp, mrpc" in capsys.readouterr().out
+    (tmp_path / "AX.tsv").unlink()
+    assert run_finetune(tmp_path, "ax --ckpt", tmp_path) == []
     for name, classes in (("CoLA", "01"), ("MNLI-m", glue.NLI), ("AX", glue.NLI)):
         assert set(submitted(tmp_path / f"{name}.tsv")) <= set(classes)
     assert all(0 <= float(value) <= 5 for value in submitted(tmp_path / "STS-B.tsv"))
-    assert not (tmp_path / "MNLI-mm.tsv").exists() and not (tmp_path / "SST-2.tsv").exists()
-    (tmp_path / "AX.tsv").unlink()
-    assert run_finetune(tmp_path, "ax --data_dir glue --ckpt", tmp_path) == []
-    assert len(submitted(tmp_path / "AX.tsv")) == 5
-    again = run_finetune(tmp_path / "new", "all", EVAL, "--ckpt", tmp_path)  # each task's model
+    assert not (tmp_path / "MNLI-mm.tsv").exists()
+    again = run_finetune(tmp_path / "new", "all --eval_only --ckpt", tmp_path)  # each task's model
     assert [row["metrics"] for row in again] == [row["metrics"] for row in rows]
-    # The MNLI model's encoder under the new head of another task, and its head on its own task.
     start = finetune.read_start(str(tmp_path / "finetuned-mnli.pt"))
-    assert start["source"].endswith("(mnli)")
     other, same = (finetune.make_model(start, n, 32).state_dict() for n in ("rte", "mnli"))
     for key, value in start["model"].items():
         assert torch.equal(same[key], value)
@@ -431,83 +370,67 @@ def test_all_of_glue(at_home, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_squad_run(at_home, tmp_path, capsys):
+def test_squad_run(at_home, tmp_path):
     """v1.1 with contexts longer than the rows; v2.0 with a length beyond max_len."""
     (first,) = run_finetune(tmp_path, "squad", LEARN, "--predict")
-    assert first["metrics"]["f1"] >= first["metrics"]["em"] and first["metrics"]["f1"] > 0.3
     answers = json.loads((tmp_path / "squad.json").read_text())
     assert list(answers) == [str(i) for i in range(24)] and all(answers.values())
     golds = [q.golds for q in squad.read_squad(None, "glue/dev-v1.1.json")]
     assert finetune.METRICS["squad"](golds, list(answers.values())) == first["metrics"]
+    assert first["metrics"]["f1"] > 0.3
     (second,) = run_finetune(tmp_path, "squad_v2", QUICK, "--length 60")
     assert second["majority"] == pytest.approx(8 / 24) and first["majority"] == 0
-    assert "length 60" in capsys.readouterr().out
-    checkpoint, model = finetune.load_finetuned(tmp_path / "finetuned-squad_v2.pt")
-    assert model.encoder.config.max_len == 60
-    key = "encoder.scheme.parts.Absolute.table.weight"
-    before = read_checkpoint("out/run")["model"][key]
-    table = finetune.make_model(finetune.read_start("out/run"), "cola", 60).state_dict()[key]
-    assert len(table) == 61 and torch.equal(table[:32], before[:32])
-    [ranked] = finetune.rank(model, [squad.Question(("who", "a"))])
-    assert {text for _, text in ranked} == {"", "a"} and sum(p for p, _ in ranked) == pytest.approx(
-        1
-    )
-    (again,) = run_finetune(tmp_path, "squad_v2", EVAL)
+    (again,) = run_finetune(tmp_path, "squad_v2", "--eval_only")
     assert again["metrics"] == second["metrics"]
+    _, model = finetune.load_finetuned(tmp_path / "finetuned-squad_v2.pt")
+    assert model.encoder.config.max_len == 60
+    [ranked] = finetune.rank(model, [squad.Question(("who", "a"))])
+    assert {text for _, text in ranked} == {"", "a"}
+    assert sum(p for p, _ in ranked) == pytest.approx(1)
 
 
 def test_squad_files_without_answers(at_home, tmp_path, capsys):
     """A file whose answers were removed gives predictions and no score, and cannot train."""
-    folder = tmp_path / "test"
-    folder.mkdir()
-    for version in ("1.1", "2.0"):
-        text = Path(f"glue/train-v{version}.json").read_text()
-        (folder / f"train-v{version}.json").write_text(text)
-        text = text.replace('"is_impossible": true', '"is_impossible": false')
-        for file in [f"dev-v{version}.json"] + ["train-v2.0.json"] * (version == "2.0"):
-            (folder / file).write_text(re.sub(r'"answers": \[.*?\]', '"answers": []', text))
-    flags = QUICK.replace("glue", str(folder)), "--predict"
-    assert run_finetune(tmp_path, "squad", *flags) == []
-    out = capsys.readouterr().out
-    assert "squad: no score, 24 questions have no answers" in out and "em" not in out.split()
+    questions = [(str(i), "who", "the owls", []) for i in range(24)]
+    (tmp_path / "dev-v1.1.json").write_text(squad_json(questions))
+    (tmp_path / "train-v1.1.json").write_text(Path("glue/train-v1.1.json").read_text())
+    flags = QUICK, "--data_dir", tmp_path
+    assert run_finetune(tmp_path, "squad --predict", *flags) == []
+    assert "no score, 24 questions have no answers" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "squad.json").read_text())) == 24
-    assert run_finetune(tmp_path, "squad", *flags, "--eval_only") == []
-    error = one_line(capsys, run_finetune, tmp_path, "squad_v2", *flags)
+    (tmp_path / "train-v1.1.json").write_text(squad_json(questions))
+    error = one_line(capsys, run_finetune, tmp_path, "squad", *flags)
     assert "the training file has questions without answers" in error
 
 
 def test_a_start_is_never_overwritten(at_home, tmp_path, capsys):
     """Every way to name the checkpoint is noticed before anything is trained; the same command may
-    run again, but not twice at once."""
+    run again, but not twice at once. A model of one task is no model of another."""
+    file, link = tmp_path / "finetuned-cola.pt", tmp_path / "link.pt"
+    link.symlink_to(file)
     run_finetune(tmp_path, "cola", QUICK)
-    file = tmp_path / "finetuned-cola.pt"
-    first, before = file.stat().st_ino, file.read_bytes()
-    (tmp_path / "link.pt").symlink_to(file)
-    for task, flags in (("cola", file), ("all", file), ("all", tmp_path / "link.pt")):
-        error = one_line(capsys, run_finetune, tmp_path, task, QUICK, "--ckpt", flags)
-        assert "would be overwritten: use another --out_dir" in error
-        assert file.read_bytes() == before
+    for flags in (f"cola --ckpt {file}", f"all --ckpt {link}"):
+        assert "would be overwritten" in one_line(capsys, run_finetune, tmp_path, flags)
     with lock(tmp_path, "fine-tuning", ".cola.lock"):
-        error = one_line(capsys, run_finetune, tmp_path, "cola", QUICK)
-    assert "another process is fine-tuning on cola in" in error
-    assert len(run_finetune(tmp_path, "cola", QUICK)) == 1 and file.stat().st_ino != first
+        assert "another process" in one_line(capsys, run_finetune, tmp_path, "cola", QUICK)
+    assert len(run_finetune(tmp_path, "cola", QUICK)) == 1
+    error = one_line(capsys, run_finetune, tmp_path, f"stsb --eval_only --ckpt {file}")
+    assert "fine-tuned on cola, not on stsb" in error
 
 
 def test_scratch_without_a_run(corpus, tmp_path, monkeypatch):
     """Without a run, scratch is the demo's shape with the tokenizer of the docs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(finetune, "prepare", lambda *args: corpus)
-    start = finetune.read_start("scratch")
-    model = finetune.make_model(start, "cola", 16)
+    model = finetune.make_model(finetune.read_start("scratch"), "cola", 16)
     assert model.encoder.config == EncoderConfig(vocab_size=corpus.vocab_size)
-    assert {"tokenizer_hash", "data"} <= start.keys() and start["step"] == 0
 
 
 @pytest.mark.slow
 def test_bag_of_words(at_home, tmp_path):
     """The baseline learns single words; of a pair, which text has a word, and what both have."""
     pytest.importorskip("sklearn")
-    (row,) = run_finetune(tmp_path, "cola --data_dir glue --ckpt bow")
+    (row,) = run_finetune(tmp_path, "cola --ckpt bow")
     assert row["metrics"]["accuracy"] == 1 and row["ckpt"] == "bow"
     rng, rows = random.Random(0), ([], [])
     for i in range(400):
@@ -520,33 +443,26 @@ def test_bag_of_words(at_home, tmp_path):
         assert glue.accuracy([y for _, y in pairs[300:]], predictions) > 0.9
 
 
-def failing(error):
-    def fail(*args, **settings):
-        raise error
-
-    return fail
+def full_disk(*args):
+    raise RuntimeError("unexpected pos")  # what torch.save raises
 
 
-def test_failures_are_one_line_and_release_everything(at_home, tmp_path, monkeypatch, capsys):
-    """A loss or gradient that is not finite, a full disk, Ctrl-C: one line, nothing saved, and the
-    same process can start again, even while something holds on to the exception."""
-    exceptions = []
-    for code, message, where, name, what in (
-        (1, "not finite", F, "mse_loss", lambda out, y: (out * math.nan).sum()),
-        (1, "not finite", F, "mse_loss", lambda out, y: (out - out.detach()).sqrt().sum()),
-        (1, "cannot be written", torch, "save", failing(RuntimeError("unexpected pos"))),
-        (1, "out of memory", F, "mse_loss", failing(torch.OutOfMemoryError("CUDA"))),
-        (130, "interrupted", finetune, "schedule", failing(KeyboardInterrupt())),
+def test_failures_save_nothing(at_home, tmp_path, monkeypatch, capsys):
+    """A loss or gradient that is not finite (fp16: in every step) and a full disk end with one
+    line. The same process can start again; fp16 learns what float32 does."""
+    for message, where, name, replacement, flags in (
+        ("not finite", F, "mse_loss", lambda out, y: (out * math.nan).sum(), ""),
+        ("not finite", F, "mse_loss", lambda out, y: (out - out.detach()).sqrt().sum(), ""),
+        ("not finite", F, "mse_loss", lambda out, y: out.sum() * 1e38, "--dtype float16"),
+        ("cannot be written", torch, "save", full_disk, ""),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(where, name, what)
-            with pytest.raises(SystemExit) as caught:
-                run_finetune(tmp_path, "stsb", QUICK, "--limit_train 9")  # a single step
-        exceptions.append(caught)
-        error = capsys.readouterr().err.splitlines()
-        assert caught.value.code == code and len(error) == 1 and message in error[0]
+            patch.setattr(where, name, replacement)
+            flags = f"{QUICK} --epochs 6 {flags}"
+            assert message in one_line(capsys, run_finetune, tmp_path, "stsb", flags, code=1)
         assert not list(tmp_path.glob("finetuned*")) and not list(tmp_path.glob("*.tmp"))
-    assert run_finetune(tmp_path, "stsb", QUICK)
+    (row,) = run_finetune(tmp_path / "new", "cola", LEARN, "--dtype float16")
+    assert row["metrics"]["accuracy"] > 0.9
 
 
 class NoFloat64(TorchDispatchMode):
@@ -559,30 +475,17 @@ class NoFloat64(TorchDispatchMode):
         return out
 
 
-def test_nothing_on_the_device_is_float64(at_home, tmp_path):
+@pytest.mark.parametrize("task", ["cola", "stsb", "squad_v2"])
+def test_nothing_on_the_device_is_float64(at_home, task):
     """Training and prediction need no float64, which Apple's GPUs do not have."""
-    for task in ("cola", "stsb", "squad_v2"):
-        train, _ = finetune.read_task(task, finetune_args("--data_dir", "glue"))
-        args = finetune_args("--epochs", 1)
-        model = finetune.make_model(finetune.read_start("out/run"), task, 32)
-        rows, _ = finetune.encode_rows(model, train[:20])
-        chosen = finetune.settings(args, task, vars(model.encoder.config))
-        with NoFloat64():
-            finetune.train(model, rows, chosen, 1e-3, 0, args)
-            finetune.predict(model, train[:20], torch.float32)
-
-
-def test_fp16_on_a_cpu(at_home, tmp_path, monkeypatch, capsys):
-    """fp16 trains with the gradient scaler, close to float32; a gradient that overflows in every
-    step ends the run."""
-    (a,) = run_finetune(tmp_path, "cola", LEARN, "--epochs 4")
-    (b,) = run_finetune(tmp_path, "cola", LEARN, "--epochs 4 --dtype float16")
-    assert abs(a["metrics"]["accuracy"] - b["metrics"]["accuracy"]) < 0.1
-    real = F.cross_entropy
-    monkeypatch.setattr(F, "cross_entropy", lambda *args: real(*args) * 1e38)
-    flags = "--dtype float16 --epochs 6"
-    error = one_line(capsys, run_finetune, tmp_path, "cola", QUICK, flags, code=1)
-    assert "not finite" in error
+    args = finetune_args("--epochs", 1, "--data_dir", "glue")
+    train, _ = finetune.read_task(task, args)
+    model = finetune.make_model(finetune.read_start("out/run"), task, 32)
+    rows, _ = finetune.encode_rows(model, train[:20])
+    chosen = finetune.settings(args, task, vars(model.encoder.config))
+    with NoFloat64():
+        finetune.train(model, rows, chosen, 1e-3, 0, args)
+        finetune.predict(model, train[:20], torch.float32)
 
 
 @pytest.mark.slow
@@ -603,53 +506,36 @@ def test_compiled_finetuning_agrees_with_eager(at_home):
     assert len(eager) == len(compiled) and abs((eager - compiled)[-4:].mean()) < 0.15
 
 
-def test_the_best_learning_rate_counts(capsys):
+def test_the_best_learning_rate_counts():
     """Of several learning rates, the one with the best median (or mean) over seeds is reported."""
-    runs, rest = [], dict(ckpt="a", task="cola", seconds=1.0, one_class=False)
-    for lr, values in ((1, (0.1, 0.2, 0.9)), (2, (0.3, 0.3, 0.4))):
-        for seed, m in enumerate(values):
-            scores = dict(metrics={"matthews": m}, constant={"matthews": 0.0})
-            runs.append({**rest, "lr": lr, "seed": seed, **scores})
+    scores = [(1, 0.1), (1, 0.2), (1, 0.9), (2, 0.3), (2, 0.3), (2, 0.4)]
+    runs = [dict(ckpt="a", task="cola", lr=lr, metrics={"matthews": m}) for lr, m in scores]
     assert finetune.best_runs(runs, statistics.median) == {("a", "cola"): runs[3:]}
     assert finetune.best_runs(runs, statistics.mean) == {("a", "cola"): runs[:3]}
-    finetune.report(runs, finetune_args("--recipe", "tupe"))
-    out = capsys.readouterr().out.split()
-    row = out[out.index("matthews") :][:9]
-    assert row == "matthews 0.300 0.300 0.400 0.058 0.000 2 3 0".split()
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("cola --data_dir {tmp}", "has no rows"),
-        ("cola --ckpt nowhere", "no checkpoint at nowhere"),
-        ("cola --ckpt {tmp}/CoLA/train.tsv", "not a readable checkpoint"),
-        ("cola --ckpt {tmp}/broken.pt", "does not fit this model: missing encoder.blocks.0.fc1"),
-        ("docs --predict", "no test set"),
-        ("cola --eval_only", "no checkpoint at out/run/finetuned-cola.pt"),
-        ("cola --eval_only --ckpt nowhere", "no checkpoint at nowhere"),
-        ("cola --eval_only --ckpt out/run/ckpt.pt", "not a fine-tuned model"),
-        ("cola --eval_only --ckpt {tmp}/finetuned-mnli.pt", "fine-tuned on mnli, not on cola"),
-        ("all --ckpt bow", "one classification task"),
-        ("cola --ckpt bow --predict", "keeps no model"),
-        ("all --data_dir {tmp}/CoLA", "none of GLUE's folders"),
-        ("cola --lr 1 0", "must be in (0, 1e9)"),
-        ("cola --length 7", "must be in [8, 100000]"),
-    ],
-)
-def test_mistakes_are_one_line(at_home, tmp_path, capsys, monkeypatch, flags, message):
+MISTAKES = {
+    "cola --ckpt nowhere": "no checkpoint at nowhere",
+    "cola --ckpt glue/CoLA/train.tsv": "not a readable checkpoint",
+    "cola --ckpt {tmp}/broken.pt": "missing encoder.blocks.0.fc1",
+    "cola --eval_only": "no checkpoint at ",
+    "cola --eval_only --ckpt out/run/ckpt.pt": "not a fine-tuned model",
+    "docs --predict": "no test set",
+    "all --ckpt bow": "one classification task",
+    "all --data_dir glue/CoLA": "none of GLUE's folders",
+    "cola --lr 1 0": "must be in (0, 1e9)",
+    "cola --length 7": "must be in [8, 100000]",
+}
+
+
+def test_wrong_input_is_one_line(at_home, tmp_path, capsys, monkeypatch):
     """Each mistake ends with exit code 2 and a line that says what is wrong."""
-    (tmp_path / "CoLA").mkdir()
-    (tmp_path / "CoLA" / "train.tsv").write_text("")
-    if "broken" in flags:
-        checkpoint = read_checkpoint("out/run")
-        del checkpoint["model"]["encoder.blocks.0.fc1.weight"]
-        torch.save(checkpoint, tmp_path / "broken.pt")
-    if "finetuned-mnli" in flags:
-        run_finetune(tmp_path, "mnli", QUICK)
-        capsys.readouterr()
-    flags = f"--data_dir glue --device cpu --task {flags.format(tmp=tmp_path)}".split()
-    assert message.format(tmp=tmp_path) in one_line(capsys, finetune.main, flags)
+    checkpoint = read_checkpoint("out/run")
+    del checkpoint["model"]["encoder.blocks.0.fc1.weight"]
+    torch.save(checkpoint, tmp_path / "broken.pt")
+    for flags, message in MISTAKES.items():
+        assert message in one_line(capsys, run_finetune, tmp_path, flags.format(tmp=tmp_path)), (
+            flags
+        )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    error = one_line(capsys, finetune.main, ["--task", "docs"])
-    assert "single process: use python, not torchrun" in error
+    assert "not torchrun" in one_line(capsys, finetune.main, ["--task", "docs"])

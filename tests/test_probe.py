@@ -433,3 +433,51 @@ def test_blimp_and_lengths_of_a_run(runs):
 def test_wrong_inputs_are_one_line(runs, main, flags, message, monkeypatch, capsys):
     monkeypatch.chdir(runs)
     assert message in one_line(capsys, main, shlex.split(flags))
+
+
+class Emulated(torch.Tensor):
+    """A tensor on an emulated Apple GPU: what is computed from it stays there, float64 and numpy
+    are refused, and .cpu() brings it back."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.numpy:
+            raise TypeError("can't convert mps:0 device type tensor to numpy")
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        if function is torch.Tensor.cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                return out.as_subclass(torch.Tensor)
+        if isinstance(out, cls) and out.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64")
+        return out
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """model.to(...) moves every weight to the emulated device."""
+
+    def to(module, device):
+        return module._apply(lambda t: t.as_subclass(Emulated))
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize(
+    "main, flags, file",
+    [
+        (probe.main, "--ckpt both", "probe.json"),
+        (probe.main, "--dynamics abs --pairs words.tsv", "probe.json"),
+        (blimp.main, "--ckpt none --pairs pairs", "blimp.json"),
+        (lengths.main, "--ckpt none --lengths 16,40", "lengths.json"),
+    ],
+)
+def test_no_float64_on_the_device(runs, main, flags, file, request, tmp_path, monkeypatch):
+    """On a device that refuses float64, as Apple's, the programs write the same numbers."""
+    monkeypatch.chdir(runs)
+    main([*flags.split(), "--out_dir", str(tmp_path / "cpu")])
+    request.getfixturevalue("emulated")
+    main([*flags.split(), "--out_dir", str(tmp_path / "device")])
+    assert read(tmp_path / "device" / file) == read(tmp_path / "cpu" / file)

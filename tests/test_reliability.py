@@ -1,6 +1,7 @@
-"""Training under bad conditions: kills, signals, full disks, damaged files, several processes, many
-calls in one process, overflows, wrong input."""
+"""Training under bad conditions: kills, signals, full disks, damaged files, several processes,
+failures in a notebook, overflows, wrong input."""
 
+import itertools
 import math
 import os
 import random
@@ -9,32 +10,19 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import finetune
 import train
 from lib.device import can_compile
 from lib.files import lock
 from lib.run import catch_signals
 from model import PE_NAMES, load
 from objectives import Pretraining
-from tests.conftest import (
-    ROOT,
-    exit_code,
-    log_of,
-    one_line,
-    refuses,
-    run_process,
-    run_train,
-    train_flags,
-    weights,
-)
+from tests.conftest import ROOT, log_of, one_line, refuses, run_train, train_flags, weights
 
 OFTEN = "--steps 12 --eval_every 3 --objective taco --pe rel --dropout .1 --dtype float32"
 
@@ -55,11 +43,11 @@ def assert_same(a, b):
 
 
 def before_step(monkeypatch, when, function):
-    """Call function() before the steps of train.py in `when`."""
+    """Call function() before a step of train.py."""
     get_lr = train.get_lr
 
     def hooked(step, args):
-        if step in when:
+        if step == when:
             function()
         return get_lr(step, args)
 
@@ -71,29 +59,15 @@ def send(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-def failing(error):
-    """-> a function that raises an error."""
-
-    def fail(*args, **more):
-        raise error
-
-    return fail
-
-
-def overflow(monkeypatch, steps):
-    """Make the training loss infinite at some steps."""
-    forward, get_lr, now = Pretraining.forward, train.get_lr, []
-    monkeypatch.setattr(train, "get_lr", lambda step, args: now.append(step) or get_lr(step, args))
+def overflow(monkeypatch, when):
+    """Make the loss of some training forward passes infinite, counted from 0."""
+    forward, count = Pretraining.forward, itertools.count()
 
     def overflowing(self, batch):
         loss, scalars = forward(self, batch)
-        return loss * (math.inf if self.training and now[-1] in steps else 1), scalars
+        return loss * (math.inf if self.training and next(count) in when else 1), scalars
 
     monkeypatch.setattr(Pretraining, "forward", overflowing)
-
-
-# --------------------------------------------------------------------------------------------------
-# Kills, signals, failures
 
 
 @pytest.mark.slow
@@ -114,232 +88,40 @@ def test_killed_at_any_moment(corpus_file, cache, tmp_path, run):
         steps.append(weights(cut)["step"])
     assert steps == sorted({*steps}) and steps[-1] < 400
     assert_same(uninterrupted, run("cut", f"{flags} --resume"))
-    assert not list(cut.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_stops(run, whole, tmp_path, monkeypatch, capsys, number, code):
+def test_a_signal_saves_and_stops(run, whole, tmp_path, monkeypatch, number, code):
     """SIGTERM and Ctrl-C end the run after the current step, which is saved; resuming it gives the
     uninterrupted run."""
-    with monkeypatch.context() as patch:
-        before_step(patch, {4}, send(number))
-        assert exit_code(run, "run", OFTEN) == code
-    assert capsys.readouterr().out.splitlines()[-1].startswith("stopped at step 5")
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=str(code)):
+        before_step(patch, 4, send(number))
+        run("run", OFTEN)
     assert weights(tmp_path / "run")["step"] == 5
     assert_same(whole, run("run", f"{OFTEN} --resume"))
 
 
-def test_signal_handlers(monkeypatch):
-    """A second signal exits at once; the previous handlers are restored; in a thread, where Python
-    allows no handlers, nothing is caught."""
-    codes, before = [], [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+def test_a_second_signal_exits_at_once(monkeypatch):
+    """A second signal does not wait for the end of the step."""
+    codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with catch_signals() as signals:
         send(signal.SIGINT)()
         assert signals["number"] == signal.SIGINT and codes == []
         send(signal.SIGTERM)()
-        assert codes == [143]
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
-
-    def in_a_thread():
-        with catch_signals() as signals:
-            codes.append(signals["number"])
-
-    thread = threading.Thread(target=in_a_thread)
-    thread.start()
-    thread.join()
-    assert codes == [143, None]
+    assert codes == [143]
 
 
-@pytest.mark.parametrize("how", ["/dev/full", "torch.save", "os.fsync"])
-def test_a_full_disk(run, whole, tmp_path, monkeypatch, capsys, how):
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk(run, whole, tmp_path, monkeypatch, capsys):
     """A full disk is one line; the last checkpoint stays readable, and the run can be resumed."""
     folder = tmp_path / "run"
-
-    def fill():
-        if how == "/dev/full":  # as if a save began to write there
-            (folder / "ckpt.pt.tmp").symlink_to(how)
-        elif how == "torch.save":  # torch's own message
-            monkeypatch.setattr(torch, "save", failing(RuntimeError("unexpected pos 64 vs 0")))
-        else:
-            monkeypatch.setattr(os, "fsync", failing(OSError(28, "No space left on device")))
-
-    if how == "/dev/full" and not os.path.exists(how):
-        pytest.skip("needs /dev/full")
-    before_step(monkeypatch, {7}, fill)
-    error = one_line(capsys, run, "run", OFTEN, code=1)
+    with monkeypatch.context() as patch:
+        before_step(patch, 7, lambda: (folder / "ckpt.pt.tmp").symlink_to("/dev/full"))
+        error = one_line(capsys, run, "run", OFTEN, code=1)
     assert f"{folder}/ckpt.pt cannot be written: " in error
-    assert weights(folder)["step"] == 6 and not list(folder.glob("*.tmp"))
-    monkeypatch.undo()
-    log = (folder / "log.jsonl").read_text()
-    if how == "/dev/full":  # still full when it is resumed
-        (folder / "log.jsonl.tmp").symlink_to(how)
-        assert "No space left on device" in one_line(capsys, run, "run", f"{OFTEN} --resume")
-        assert (folder / "log.jsonl").read_text() == log
+    assert weights(folder)["step"] == 6
     assert_same(whole, run("run", f"{OFTEN} --resume"))
-
-
-@pytest.mark.parametrize("dtype, step, saved", [("float32", 8, 5), ("float16", 17, 15)])
-def test_a_loss_that_is_not_finite(run, tmp_path, monkeypatch, capsys, dtype, step, saved):
-    """A loss that is not finite (fp16: ten in a row) ends the run with one line; nothing is saved
-    after it."""
-    overflow(monkeypatch, {*range(7, 30), *([0, 2] if dtype == "float16" else [])})
-    flags = f"--steps 30 --eval_every 5 --log_every 1 --dtype {dtype}"
-    error = one_line(capsys, run, "run", flags, code=1)
-    assert f"not finite near step {step}" in error and "keeps its last checkpoint" in error
-    checkpoint = weights(tmp_path / "run")
-    assert checkpoint["step"] == saved
-    assert all(w.isfinite().all() for w in checkpoint["model"].values())
-
-
-def test_a_gradient_that_is_not_finite(run, monkeypatch, capsys):
-    """A single gradient that is not finite ends the run at the next log line, too: it leaves a
-    weight that may not be used again soon."""
-    clip, norms = torch.nn.utils.clip_grad_norm_, iter([1, 1, math.nan, 1, 1])
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * next(norms))
-    flags = "--steps 30 --log_every 5 --dtype float32"
-    assert "not finite near step 5" in one_line(capsys, run, "run", flags, code=1)
-
-
-# --------------------------------------------------------------------------------------------------
-# fp16 on a CPU: the code path of a V100
-
-
-def test_fp16_skips_steps_and_resumes(run, tmp_path, monkeypatch):
-    """A step that overflows changes no weight, halves the scale and advances the schedule. A run
-    resumed among such steps is bit-equal; it may also be resumed with another dtype, and back."""
-    overflow(monkeypatch, {1, 3, 4, 8})
-    flags = "--steps 10 --keep_every 1 --log_every 1 --grad_accum 2 --dtype float16"
-    uninterrupted = run("whole", flags)
-    states = [weights(uninterrupted, f"ckpt_{step}.pt") for step in range(1, 11)]
-    for step, (a, b) in enumerate(zip(states, states[1:]), 1):
-        skipped = all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
-        assert skipped == (step in {1, 3, 4, 8})
-        assert b["scaler"]["scale"] == a["scaler"]["scale"] / (2 if skipped else 1)
-    rates = [row["lr"] for row in log_of(uninterrupted)[1:]]
-    assert rates[2] > rates[3] > rates[4] > rates[5]
-    for step in (4, 5):
-        (tmp_path / str(step)).mkdir()
-        os.link(uninterrupted / f"ckpt_{step}.pt", tmp_path / str(step) / "ckpt.pt")
-        assert_same(uninterrupted, run(str(step), f"{flags} --resume"))
-    monkeypatch.undo()
-    for dtype in ("float32", "float16"):
-        before_step(monkeypatch, {5, 7}, send(signal.SIGTERM))
-        assert exit_code(run, "other", f"{flags} --resume --dtype {dtype}") == 143
-        monkeypatch.undo()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pe", PE_NAMES)
-def test_fp16_agrees_with_float32(run, pe):
-    """Every scheme trains in fp16, with accumulation, as it does in float32."""
-    flags = f"--pe {pe} --objective mlm+pplm --steps 5 --log_every 1 --grad_accum 2 --dtype"
-    a, b = (log_of(run(dtype, f"{flags} {dtype}")) for dtype in ("float32", "float16"))
-    for x, y in zip(a[1:], b[1:], strict=True):
-        assert x["loss"] == pytest.approx(y["loss"], abs=0.01)
-
-
-# --------------------------------------------------------------------------------------------------
-# Damaged files, shared folders
-
-
-def test_unreadable_checkpoints(run, tmp_path, capsys):
-    """A checkpoint that cannot be read or is something else is one line, for every use of it. A
-    damaged log or config.json does not stop a run from being resumed."""
-    folder = run("run", "--steps 3")
-    good, file = (folder / "ckpt.pt").read_bytes(), folder / "ckpt.pt"
-    for content in (good[: len(good) // 2], good[:-10], b"", b"not a checkpoint", None):
-        file.write_bytes(content or b"")
-        if content is None:
-            torch.save({"some": "dictionary"}, file)
-        refuses("ckpt.pt is not a (readable )?checkpoint", load, folder)
-        for flags in ("--resume", f"--init_from {folder}", f"--init_embeddings {folder}"):
-            name = "run" if "resume" in flags else "new"
-            assert "ckpt.pt is not a" in one_line(capsys, run, name, f"--steps 3 {flags}")
-    file.write_bytes(good)
-    (folder / "log.jsonl").write_bytes(b"\xff\xfe\n7\n[]\n")
-    (folder / "config.json").write_bytes(b"{")
-    run("run", "--steps 3 --resume")
-    refuses("does not fit this model", load, folder, d_ff=64)
-
-
-def test_two_runs_in_one_folder(run, tmp_path, capsys):
-    """A second run in a folder is refused as long as the first one is there."""
-    (tmp_path / "run").mkdir()
-    with lock(tmp_path / "run"):
-        assert "another process is training in" in one_line(capsys, run, "run", "--steps 1")
-    run("run", "--steps 1")
-
-
-def test_home_folders_and_spaces(corpus_file, tmp_path, monkeypatch, capsys):
-    """Path flags expand ~, and the commands that are printed can be pasted."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.jsonl").write_bytes(Path(corpus_file).read_bytes())
-    train.main([*train_flags("~/text.jsonl", "~/c", "~/a b"), "--steps", "1"])
-    starts = ["--init_from=~/a b", "--init_embeddings", "~/a b"]
-    train.main([*train_flags("~/text.jsonl", "~/c", "~/b"), "--steps", "1", *starts])
-    assert {"text.jsonl", "c", "a b", "b"} == {file.name for file in tmp_path.iterdir()}
-    folder = re.search(r"--ckpt (.*?) +\(try", capsys.readouterr().out)[1]
-    assert shlex.split(folder) == [str(tmp_path / "a b")]
-
-
-# --------------------------------------------------------------------------------------------------
-# Several processes
-
-
-def torchrun(*command):
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
-    return run_process(*launcher, *command, OMP_NUM_THREADS="1")
-
-
-@pytest.mark.slow
-def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, run):
-    """Two processes have the losses and the weights of one with twice the accumulation, dropout
-    included, and print no warning."""
-    flags = "--steps 4 --dropout .1 --dtype float32 --objective nsp+taco+pplm --pe rel"
-    one = run("one", f"{flags} --grad_accum 4")
-    flags = train_flags(corpus_file, cache, tmp_path / "two", *shlex.split(flags))
-    ended = torchrun("train.py", *flags, "--grad_accum", 2)
-    assert ended.returncode == 0 and "warn" not in ended.stderr.lower(), ended.stderr
-    a, b = (weights(folder)["model"] for folder in (one, tmp_path / "two"))
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    a, b = log_of(one)[-1], log_of(tmp_path / "two")[-1]
-    for key in ("loss", "val_loss", "nsp", "mlm", "tc", "pplm"):
-        assert a[key] == pytest.approx(b[key], abs=1e-5)
-
-
-KILLED = """import os, signal, train
-get_lr, me = train.get_lr, os.getpid()
-kill = lambda step: step == 17 and os.environ["RANK"] == "1" and os.kill(me, signal.SIGKILL)
-train.get_lr = lambda step, args: kill(step) or get_lr(step, args)
-train.main()"""
-
-
-@pytest.mark.slow
-def test_two_processes_end(corpus_file, cache, corpus, tmp_path, run):
-    """Runs of two processes end, however they end: finished (gloo's destructors can hang), with a
-    user's mistake, with a loss that is not finite, or because one of them was killed. One process
-    may continue for two."""
-    flags = ["train.py", *train_flags(corpus_file, cache, tmp_path / "run", "--steps", 40)]
-    for i in range(3):
-        assert torchrun(*flags, "--steps", 3, "--out_dir", tmp_path / f"run{i}").returncode == 0
-    for more, message in (
-        (["--pe", "foo"], "error: unknown"),
-        (["--dataset", "nowhere/*.txt"], "nowhere"),
-        (["--lr", "9e8", "--log_every", 1], "not finite near step"),
-    ):
-        ended = torchrun(*flags, *more)
-        assert ended.returncode and message in ended.stderr
-        assert 'train.py", line' not in ended.stderr  # a traceback of ours
-    (tmp_path / "killed.py").write_text(KILLED)
-    ended = torchrun(tmp_path / "killed.py", *flags[1:], "--eval_every", 5)
-    assert ended.returncode and weights(tmp_path / "run")["step"] == 15
-    assert weights(run("run", "--steps 40 --resume --grad_accum 2"))["step"] == 40
-
-
-# --------------------------------------------------------------------------------------------------
-# Many calls in one process
 
 
 def write_cola(folder):
@@ -347,63 +129,6 @@ def write_cola(folder):
     lines = [f"gj04\t{i % 2}\t\tthe {('lazy', 'quick')[i % 2]} fox {i}\n" for i in range(40)]
     for name in ("train.tsv", "dev.tsv"):
         (folder / "CoLA" / name).write_text("".join(lines))
-
-
-def state_of_the_process():
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    files = [file.resolve() for file in Path("/proc/self/fd").glob("*")]
-    files = sorted(file for file in files if file.suffix in (".lock", ".jsonl", ".pt", ".tmp"))
-    modes = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
-    return handlers, files, modes, threading.active_count()
-
-
-@pytest.mark.slow
-def test_main_can_be_called_again_and_again(run, whole, tmp_path, monkeypatch):
-    """Calls of train and finetune in one process, in any order, with interruptions and failures in
-    between: each ends as a process of its own would, and releases its lock, files and signal
-    handlers, although something holds on to the exceptions."""
-    write_cola(tmp_path / "glue")
-    tuning = f"--task cola --data_dir {tmp_path}/glue --ckpt {whole} --epochs 1 --device cpu"
-    tuning = shlex.split(f"{tuning} --out_dir {tmp_path}/tuned")
-    folder, exceptions, before = tmp_path / "run", [], None
-    codes = {"finish": 0, "stop": 130, "overflow": 1, "prepare": 130, "memory": 1, "mistake": 2}
-    calls = [*codes, "tune", "tune, stop"] * 3
-    random.Random(0).shuffle(calls)
-    for what in calls:
-        step = weights(folder)["step"] if (folder / "ckpt.pt").exists() else 0
-        if step == 12:
-            (folder / "ckpt.pt").unlink()
-            step = 0
-        if what == "stop":
-            before_step(monkeypatch, {step}, send(signal.SIGINT))
-        elif what == "overflow":
-            overflow(monkeypatch, {step + 1})
-        elif what == "prepare":
-            monkeypatch.setattr(train, "prepare", failing(KeyboardInterrupt()))
-        elif what == "memory":
-            before_step(monkeypatch, {step}, failing(torch.OutOfMemoryError("CUDA")))
-        elif what == "tune, stop":
-            monkeypatch.setattr(F, "cross_entropy", failing(KeyboardInterrupt()))
-        mistake = " --pe foo" if what == "mistake" else ""
-        try:
-            if "tune" in what:
-                finetune.main(tuning)
-            else:
-                run("run", f"{OFTEN} --resume{mistake}")
-        except SystemExit as exit:
-            exceptions.append(exit)
-            assert exit.code == codes.get(what, 130), what
-        else:
-            assert what in ("finish", "tune")
-        monkeypatch.undo()
-        if what == "finish":
-            assert_same(whole, folder)
-        for used in filter(Path.exists, (folder, tmp_path / "tuned")):
-            with lock(used):
-                pass
-        before = before or state_of_the_process()
-        assert state_of_the_process() == before, what
-    assert len(exceptions) == 18
 
 
 NOTEBOOK = """
@@ -460,8 +185,130 @@ def test_in_a_notebook(corpus_file, cache, tmp_path):
     assert weights(run)["step"] == 8 and "cola" in printed[5] and printed[6]
 
 
-# --------------------------------------------------------------------------------------------------
-# Compiled training
+@pytest.mark.parametrize("dtype, step, saved", [("float32", 8, 5), ("float16", 17, 15)])
+def test_a_loss_that_is_not_finite(run, tmp_path, monkeypatch, capsys, dtype, step, saved):
+    """A loss that is not finite (fp16: ten in a row) ends the run with one line; nothing is saved
+    after it."""
+    overflow(monkeypatch, {*range(7, 30), *([0, 2] if dtype == "float16" else [])})
+    flags = f"--steps 30 --eval_every 5 --log_every 1 --dtype {dtype}"
+    assert f"not finite near step {step}" in one_line(capsys, run, "run", flags, code=1)
+    assert weights(tmp_path / "run")["step"] == saved
+
+
+def test_a_gradient_that_is_not_finite(run, monkeypatch, capsys):
+    """A single gradient that is not finite ends the run at the next log line, too: it leaves a
+    weight that may not be used again soon."""
+    clip, norms = torch.nn.utils.clip_grad_norm_, iter([1, 1, math.nan, 1, 1])
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * next(norms))
+    flags = "--steps 30 --log_every 5 --dtype float32"
+    assert "not finite near step 5" in one_line(capsys, run, "run", flags, code=1)
+
+
+def test_fp16_skips_steps_and_resumes(run, tmp_path, monkeypatch):
+    """A step that overflows changes no weight, halves the scale and advances the schedule. A run
+    resumed among such steps is bit-equal."""
+    flags = "--steps 10 --keep_every 1 --log_every 1 --grad_accum 2 --dtype float16"
+    with monkeypatch.context() as patch:
+        overflow(patch, {2, 7, 8, 16})  # in steps 1, 3, 4 and 8
+        uninterrupted = run("whole", flags)
+    states = [weights(uninterrupted, f"ckpt_{step}.pt") for step in range(1, 11)]
+    for step, (a, b) in enumerate(zip(states, states[1:]), 1):
+        skipped = all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+        assert skipped == (step in {1, 3, 4, 8})
+        assert b["scaler"]["scale"] == a["scaler"]["scale"] / (2 if skipped else 1)
+    rates = [row["lr"] for row in log_of(uninterrupted)[1:]]
+    assert rates[2] > rates[3] > rates[4] > rates[5]
+    (tmp_path / "cut").mkdir()
+    os.link(uninterrupted / "ckpt_4.pt", tmp_path / "cut" / "ckpt.pt")
+    overflow(monkeypatch, {0, 8})  # in steps 4 and 8
+    assert_same(uninterrupted, run("cut", f"{flags} --resume"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pe", PE_NAMES)
+def test_fp16_agrees_with_float32(run, pe):
+    """Every scheme trains in fp16, with accumulation, as it does in float32."""
+    flags = f"--pe {pe} --objective mlm+pplm --steps 5 --log_every 1 --grad_accum 2 --dtype"
+    a, b = (log_of(run(dtype, f"{flags} {dtype}")) for dtype in ("float32", "float16"))
+    for x, y in zip(a[1:], b[1:], strict=True):
+        assert x["loss"] == pytest.approx(y["loss"], abs=0.01)
+
+
+def test_unreadable_checkpoints(run, capsys):
+    """A checkpoint that cannot be read or is something else is one line, for every use of it. A
+    damaged log does not stop a run from being resumed."""
+    folder = run("run", "--steps 3")
+    good, file = (folder / "ckpt.pt").read_bytes(), folder / "ckpt.pt"
+    for content in (good[: len(good) // 2], b"", b"not a checkpoint", None):
+        file.write_bytes(content or b"")
+        if content is None:
+            torch.save({"some": "dictionary"}, file)
+        refuses("ckpt.pt is not a (readable )?checkpoint", load, folder)
+        for name, flags in (("run", "--resume"), ("new", f"--init_from {folder}")):
+            assert "ckpt.pt is not a" in one_line(capsys, run, name, f"--steps 3 {flags}")
+    file.write_bytes(good)
+    (folder / "log.jsonl").write_bytes(b"\xff\xfe\n7\n[]\n")
+    run("run", "--steps 3 --resume")
+
+
+def test_two_runs_in_one_folder(run, tmp_path, capsys):
+    """A second run in a folder is refused as long as the first one is there."""
+    (tmp_path / "run").mkdir()
+    with lock(tmp_path / "run"):
+        assert "another process is training in" in one_line(capsys, run, "run", "--steps 1")
+    run("run", "--steps 1")
+
+
+def torchrun(*command):
+    """Run `command` in two processes -> CompletedProcess with text output."""
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
+    command = [sys.executable, *launcher, *map(str, command)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, run):
+    """Two processes have the losses and the weights of one with twice the accumulation, dropout
+    included, and print no warning."""
+    flags = "--steps 4 --dropout .1 --dtype float32 --objective nsp+taco+pplm --pe rel"
+    one = run("one", f"{flags} --grad_accum 4")
+    flags = train_flags(corpus_file, cache, tmp_path / "two", *shlex.split(flags))
+    ended = torchrun("train.py", *flags, "--grad_accum", 2)
+    assert ended.returncode == 0 and "warn" not in ended.stderr.lower(), ended.stderr
+    a, b = (weights(folder)["model"] for folder in (one, tmp_path / "two"))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    a, b = log_of(one)[-1], log_of(tmp_path / "two")[-1]
+    for key in ("loss", "val_loss", "nsp", "mlm", "tc", "pplm"):
+        assert a[key] == pytest.approx(b[key], abs=1e-5)
+
+
+KILLED = """import os, signal, train
+get_lr, me = train.get_lr, os.getpid()
+kill = lambda step: step == 17 and os.environ["RANK"] == "1" and os.kill(me, signal.SIGKILL)
+train.get_lr = lambda step, args: kill(step) or get_lr(step, args)
+train.main()"""
+
+
+@pytest.mark.slow
+def test_two_processes_end(corpus_file, cache, corpus, tmp_path, run):
+    """Runs of two processes end, however they end: finished (gloo's destructors can hang), with a
+    user's mistake, with a loss that is not finite, or because one of them was killed. One process
+    may continue for two."""
+    flags = ["train.py", *train_flags(corpus_file, cache, tmp_path / "run", "--steps", 40)]
+    for i in range(3):
+        assert torchrun(*flags, "--steps", 3, "--out_dir", tmp_path / f"run{i}").returncode == 0
+    for more, message in (
+        (["--dataset", "nowhere/*.txt"], "nowhere"),
+        (["--lr", "9e8", "--log_every", 1], "not finite near step"),
+    ):
+        ended = torchrun(*flags, *more)
+        assert ended.returncode and message in ended.stderr
+        assert 'train.py", line' not in ended.stderr  # a traceback of ours
+    (tmp_path / "killed.py").write_text(KILLED)
+    ended = torchrun(tmp_path / "killed.py", *flags[1:], "--eval_every", 5)
+    assert ended.returncode and weights(tmp_path / "run")["step"] == 15
+    assert weights(run("run", "--steps 40 --resume --grad_accum 2"))["step"] == 40
 
 
 @pytest.mark.slow
@@ -483,39 +330,38 @@ def test_compiled_training_with_dropout(run, pe, objective):
     assert compiled[-1] < compiled[0] - (0.1 if objective == "pplm" else 1)
 
 
-# --------------------------------------------------------------------------------------------------
-# Wrong input
+def test_home_folders_and_spaces(corpus_file, tmp_path, monkeypatch, capsys):
+    """Path flags expand ~, and the commands that are printed can be pasted."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.jsonl").write_bytes(Path(corpus_file).read_bytes())
+    train.main([*train_flags("~/text.jsonl", "~/c", "~/a b"), "--steps", "1"])
+    starts = ["--init_from=~/a b", "--init_embeddings", "~/a b"]
+    train.main([*train_flags("~/text.jsonl", "~/c", "~/b"), "--steps", "1", *starts])
+    assert {"text.jsonl", "c", "a b", "b"} == {file.name for file in tmp_path.iterdir()}
+    folder = re.search(r"--ckpt (.*?) +\(try", capsys.readouterr().out)[1]
+    assert shlex.split(folder) == [str(tmp_path / "a b")]
+
 
 # Flags, and a part of the one line that says what is wrong.
 EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--pe foo": "tupe_r",
-    f"--pe {'x' * 5000}": "unknown",
-    "--pe tupe_r+t5": "tupe_r",
     "--pe rope --objective pmlm": "rope",
     "--objective foo": "pplm",
-    "--objective mlm+clm": "at most one token objective",
-    "--objective pplm --pair_scores foo": "content",
     "--objective tc --batch_size 1": "--batch_size 2",
-    "--objective pplm --block_size 4 --pos_rate .3": "fewer than 2",
     "--mask_rate .01": "selects none",
-    "--loss_weights 1 2": "--loss_weights",
+    "--pos_rate .3": "--pos_rate has no effect on --objective mlm",
     "--lr nan": "--lr is nan; it must be in (0, 1e9)",
-    "--lr fast": "invalid float value",
     "--steps 1e22": "invalid int value",
     "--steps 0": "--steps is 0; it must be in [1, 2e9]",
-    "--block_size 3": "--block_size",
-    "--d_model 1000000000": "--d_model",
     "--d_model 10 --n_head 3": "n_head",
     "--preset huge": "invalid choice",
     "--stepz 3": "unrecognized arguments: --stepz",
-    "--device cpu --dtype int8": "invalid choice",
     "--init_from nowhere": "no checkpoint at nowhere",
-    "--init_embeddings nowhere": "no checkpoint at nowhere",
 }
 MISTAKES = {
     "--dataset no/such/*.jsonl": "no/such",
     "--block_size 4000": "a smaller --block_size",
-    "--data_fraction .0001": "add documents",
     "--init_from {run} --d_model 32": "d_model is 16 there, 32 here",
     "--init_from {run} --block_size 8": "--block_size must be at least 16, not 8",
     "--init_embeddings {run} --d_model 32": "--init_embeddings does not fit",
@@ -531,4 +377,4 @@ def test_wrong_input_is_one_line(run, tmp_path, monkeypatch, capsys):
             monkeypatch.setattr(train, "prepare", lambda **settings: pytest.fail("too late"))
         error = one_line(capsys, run, "wrong", flags.format(run=folder))
         assert error.startswith("error: ") and message in error, (flags, error)
-        assert len(error) < 1000 and not (tmp_path / "wrong").exists()
+        assert not (tmp_path / "wrong").exists()

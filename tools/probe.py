@@ -443,14 +443,13 @@ def show_terms(paths, text, out_dir):  # --terms
 
 
 def draw_terms(file, runs):
-    """Draw the maps of show_terms, a line per run, on one color scale -> PNG."""
+    """Draw the maps of show_terms, a line with one color scale per run -> PNG."""
     from matplotlib.figure import Figure
 
     columns = max(len(run["maps"]) for run in runs)
     figure = Figure(figsize=(1.75 * columns + 0.8, 2.6 * len(runs)), layout="constrained")
-    values = [np.ravel(A) for run in runs for A in run["maps"].values()]
-    limit = np.percentile(abs(np.concatenate(values)), 99)
     for line, run in enumerate(runs):
+        limit = np.percentile(np.abs([*run["maps"].values()]), 99)
         ticks, n_empty = range(len(run["tokens"])), columns - len(run["maps"])
         for n, (title, A) in enumerate(run["maps"].items()):
             column = n + n_empty if n else 0  # the first term at the left, the others at the right
@@ -465,7 +464,7 @@ def draw_terms(file, runs):
                 ax.set_yticks(ticks, run["tokens"], fontsize=8, parse_math=False)
                 label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}\nquery $i$"
                 ax.set_ylabel(label, rotation=90, ha="center", va="bottom", fontsize=9)
-    figure.colorbar(image, ax=figure.axes, fraction=0.02, pad=0.01)
+        figure.colorbar(image, fraction=0.046)
     figure.savefig(file, dpi=180)
 
 
