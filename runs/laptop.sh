@@ -16,7 +16,7 @@ if [ -z "${STEPS:-}" ]; then
     pip install matplotlib scikit-learn
 fi
 
-# 1. Masked language modelling, 2 to 4 minutes (and half a minute, once, to prepare the text). The loss ends far below that of
+# 1. Masked language modeling, 2 to 4 minutes (and half a minute, once, to prepare the text). The loss ends far below that of
 #    token frequencies.
 python train.py --pe tupe_r $more
 
