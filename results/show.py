@@ -248,7 +248,7 @@ def correlations(rows):
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # at the input, by offset, untied
 CURVES = {"none": "#000000", "abs": BLUE, "sin": BLUE, "t5": ORANGE, "rel": ORANGE, "rope": ORANGE}
 CURVES |= {"tupe_a": GREEN, "tupe_r": GREEN}
-LARGER = {"lab-abs-mlm-s1337": "abs, larger", "lab-abs-mlm+pplm-s1337": "the same, with pplm"}
+LARGER = {"lab-abs-mlm-s1337": "abs, lab size", "lab-abs-mlm+pplm-s1337": "abs, lab, with pplm"}
 ABLATED = {
     "pplm-3e-3-s1337": "alone",
     "pplm-30000-s1337": "alone, 30,000 steps:\none seed of three",
@@ -265,11 +265,11 @@ ABLATED = {
 }
 ALONE = {
     "pplm-after-mlm-3e-3-s1337": "initialized from an mlm run",
-    "pplm-30000-s1337": "from scratch",
-    "pplm-30000-s1": "second seed",
-    "pplm-30000-s2": "third seed",
+    "pplm-30000-s1337": "from scratch, seed 1",
+    "pplm-30000-s1": "from scratch, seed 2",
+    "pplm-30000-s2": "from scratch, seed 3",
 }
-COPY = "copy: the best without using the tokens"
+COPY = "copy: lowest loss without using the tokens"
 
 
 def draw(folder, tables, rows, race):
