@@ -419,8 +419,9 @@ class Batches:
         if self.n < 1 or corpus.n_sequences("val", L) < 1:
             raise ValueError(
                 f"{corpus.folder} has {len(corpus.train):,} tokens for training and "
-                f"{len(corpus.val):,} for validation; a sequence of {L} needs {L - 2} of each: add "
-                "documents, or use a smaller --block_size or a larger --data_fraction"
+                f"{len(corpus.val):,} for validation (its second document and every 50th after "
+                f"it); a sequence of {L} needs {L - 2} of each: add documents, or use a smaller "
+                "--block_size or a larger --data_fraction"
             )
 
     def __call__(self, index, size):

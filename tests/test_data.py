@@ -273,12 +273,12 @@ def test_two_processes_prepare_the_same_data_once(corpus_file, tmp_path, monkeyp
 
 
 def test_too_little_text_for_a_sequence(tmp_path):
-    """The message has the number of tokens of both splits: the one validation document of 40 may be
-    short."""
+    """The message has the number of tokens of both splits and says which documents are for
+    validation, because the second of 40 documents may be short."""
     rows = [{"text": "short" if i == 1 else "a long text " * 50} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     corpus = data.prepare(str(tmp_path / "a.jsonl"), "bpe", tmp_path / "cache")
-    says = f"{len(corpus.val)} for validation; a sequence of 64 needs 62"
+    says = f"{len(corpus.val)} for validation .its second document .* 64 needs 62"
     refuses(says, data.Batches, corpus, 64, 0)
     refuses("for training", data.Batches, corpus, 1 + len(corpus.train), 0, 1e-9)
 
