@@ -156,6 +156,7 @@ class Block(nn.Module):
         return x.permute(2, 0, 3, 1, 4)  # (3, B, H, L, D)
 
     def attend(self, x, scheme, pos, bias):
+        """Multi-head attention with the scheme's terms; arguments as in forward -> (B, L, C)."""
         B, L, C = x.shape
         q, k, v = self.heads(x)
         q, k, bias = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + bias

@@ -1,6 +1,6 @@
 """The specification of model.py, objectives.py, data.py, train.py and finetune.py, as tests.
 
-    python -m pytest test_all.py          # everything that is quick: a minute or two
+    python -m pytest test_all.py          # everything that is quick: half a minute
     python -m pytest test_all.py -m ""    # also what takes longer
 
 Read it from top to bottom after teach/naive.py, which has the equations of all positional schemes.

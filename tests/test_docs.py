@@ -64,6 +64,14 @@ def test_the_objectives_example_works_as_printed(monkeypatch):
     trained("abs", "rtd+pplm")
 
 
+def test_the_reference_uses_the_demo_checkpoint(monkeypatch):
+    """The reference's last snippet embeds a sentence with docs/demo.pt."""
+    monkeypatch.chdir(ROOT)
+    names, text = {}, (ROOT / "docs" / "reference.md").read_text()
+    exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1], names)
+    assert names["vector"].shape == (128,) and names["vector"].isfinite().all()
+
+
 def commands(page):
     """The commands of a page, each a line that starts with `python` after its indentation."""
     for line in (ROOT / page).read_text().splitlines():

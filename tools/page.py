@@ -14,7 +14,7 @@ tokenizer in plain JavaScript. This program fills in the data:
               hooks `embed` and `bias` works; rope is computed in the page
     tokens    of the tokenizer, which all runs of a page share
 
-A checkpoint in 16 bits has no optimizer state, so it is a sixth of the size of the run's. All
+Such a checkpoint has no optimizer state, so it is a sixth of the size of the run's. All
 programs that take --ckpt accept it (their results go to its folder unless --out_dir is given).
 docs/demo.html and docs/demo.pt are made from the README's last run on a laptop.
 """
@@ -122,10 +122,12 @@ def page_text(paths):
 
 
 def half_checkpoint(path):
-    """A run's checkpoint with its weights in 16 bits, without the optimizer's state. Raises
+    """A run's checkpoint with its matrices in 16 bits, without the optimizer's state. Raises
     ValueError, FileNotFoundError."""
     checkpoint = read_checkpoint(path)
-    checkpoint["model"] = {name: x.half() for name, x in checkpoint["model"].items()}
+    # Vectors are small, and frequencies need their 32 bits (Constant in model.py).
+    weights = checkpoint["model"].items()
+    checkpoint["model"] = {name: x.half() if x.dim() == 2 else x for name, x in weights}
     return {key: value for key, value in checkpoint.items() if key not in ("optimizer", "scaler")}
 
 
