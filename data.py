@@ -2,9 +2,9 @@
 
     python data.py                                                # the built-in docs, no download
     python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe   # local files
-    python data.py --dataset wikibooks --tokenizer gpt2           # Wikipedia and books from the hub
+    python data.py --dataset wikibooks --tokenizer gpt2           # Wikipedia, books (Hugging Face)
 
-Files are txt, jsonl, csv or parquet, also compressed with gz, xz or bz2. train.py calls the same
+Files are txt, jsonl, csv or parquet; gz, xz and bz2 are decompressed. train.py calls the same
 code if the data is not prepared yet. There are three stages; a stage whose result exists is
 skipped:
 
@@ -43,7 +43,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare2]", "[spare3]")
 BPE_IDS = 8184  # + 8 special tokens = 8192
 # What the BPE is trained on. English stays far below all but the first of these bounds (50 M
-# characters have 0.2 M different words of 1.6 MB); text without spaces does not.
+# characters have 0.2 M distinct words, 1.6 MB in all); text without spaces does not.
 BPE_SAMPLE = 50_000_000  # characters of text
 BPE_WORDS = 1_000_000  # different words counted at a time
 BPE_BYTES = 4_000_000  # total bytes of the different words
@@ -59,8 +59,8 @@ class DataConfig:
 
     dataset: str = setting(
         "docs",
-        "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), a prepared folder, or a hub "
-        "name[:config]",
+        "docs, wikibooks, a glob of files ('books/*.jsonl.xz'), a prepared folder, or a "
+        "Hugging Face dataset name[:config]",
         PATH,
     )
     tokenizer: str = setting(
@@ -103,7 +103,7 @@ def train_bpe(words, n_ids):
             if pair_count[pair]:
                 heapq.heappush(heap, (-pair_count[pair], left, right))
             continue
-        if left + right not in char:  # another split of the same bytes may have made it
+        if left + right not in char:  # another pair may have made the same token
             char[left + right] = chr(len(ranks))
             ranks.append(left + right)
         merged, increased = char[left + right], set()
@@ -122,7 +122,7 @@ def train_bpe(words, n_ids):
                 i = text.find(pair, i + 1)
             texts[w] = text
         for a, b in increased:
-            if pair_count[a + b]:  # not merged at its other end
+            if pair_count[a + b]:  # 0 if the next merge in the word removed it
                 heapq.heappush(heap, (-pair_count[a + b], ranks[ord(a)], ranks[ord(b)]))
     return ranks
 
@@ -173,8 +173,8 @@ def gpt2_state():
         gpt2 = tiktoken.get_encoding("gpt2")
     except Exception as error:
         raise ValueError(
-            f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): --tokenizer bpe needs "
-            "no network, or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
+            f"GPT-2's vocabulary cannot be fetched ({type(error).__name__}): use --tokenizer "
+            "bpe, or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has stored it"
         ) from None
     return tokenizer_state("gpt2", gpt2._pat_str, gpt2._mergeable_ranks, "<|endoftext|>")
 
@@ -199,8 +199,8 @@ def encoding_arguments(state):
     }
 
 
-# A character that continues a word. In scripts that are written without spaces none does: every
-# token is a word of its own (BERT: every ideograph).
+# Matches a character that continues a word. In scripts written without spaces no character does,
+# so every token is a word of its own (BERT: every ideograph).
 IN_WORD = regex.compile(
     r"[[\p{L}\p{M}\p{N}]--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]]",
     regex.V1,
@@ -210,8 +210,8 @@ IN_WORD = regex.compile(
 def word_starts(tokenizer, vocab_size):
     """-> (2, V) bool, for whole-word masking. [0]: the token begins a word; [1]: the token after it
     begins a word. As in BERT, punctuation, white space and special tokens are words of their own.
-    (One exception: text right after a character of several tokens, such as an emoji, belongs to the
-    same word as that character.)
+    (One exception: text right after a character that is several tokens, such as an emoji, belongs
+    to the same word as that character.)
 
     Raises ValueError without a tokenizer.
     """
@@ -253,7 +253,7 @@ class Corpus:
         return len(getattr(self, split)) // (L - 2)
 
     def sequences(self, split, index, L):
-        """Sequences [CLS] x_1 ... x_(L-2) [SEP] number `index` (n,) -> (n, L) int64."""
+        """The sequences [CLS] x_1 ... x_(L-2) [SEP] with indices `index` (n,) -> (n, L) int64."""
         stream, n = getattr(self, split), L - 2
         blocks = stream[: len(stream) // n * n].reshape(-1, n)
         sequences = np.empty((len(index), L), np.int64)
@@ -270,7 +270,7 @@ def prepare(
     text_column=DataConfig.text_column,
     books_dataset=DataConfig.books_dataset,
 ) -> Corpus:
-    """Documents -> tokenizer -> tokens on disk -> Corpus. What exists already is not made again.
+    """Documents -> tokenizer -> tokens on disk -> Corpus. Existing results are reused.
 
     Raises ValueError, OSError.
     """
@@ -289,8 +289,8 @@ def prepare(
 
 
 def find_prepared(dataset, tokenizer, cache):
-    """-> the folder if the data is prepared already, else None: `dataset` is a prepared folder, or
-    docs (which take 25 s to read again). Raises ValueError."""
+    """-> the folder if `dataset` is a prepared folder, or docs prepared from the installed library
+    versions (reading them again takes 25 s); else None. Raises ValueError."""
     folder = Path(dataset).expanduser()
     if (folder / "meta.json").exists():
         used = read_json(folder / "meta.json", tokenizer=str)["tokenizer"]
@@ -378,7 +378,7 @@ def chunks(text):
     start = 0
     while len(text) - start > ENCODE_CHUNK:
         window = text[start + 1 : start + ENCODE_CHUNK]
-        # The last white space of the window, or without one (-1 + 1 = 0) the whole chunk.
+        # The last white space of the window, or the whole chunk if it has none (-1 + 1 = 0).
         cut = max(window.rfind(" "), window.rfind("\n")) + 1 or ENCODE_CHUNK
         yield text[start : start + cut]
         start += cut
@@ -406,7 +406,7 @@ class Batches:
     """Training sequences in an order that is a function of (seed, index), so that a run resumes
     without saved state. Each epoch has a new permutation.
 
-    fraction: use only this share of the sequences, the same ones for every seed.
+    fraction: use only this fraction of the sequences, the same ones for every seed.
     """
 
     def __init__(self, corpus: Corpus, L, seed, fraction=1.0):
@@ -425,7 +425,7 @@ class Batches:
             )
 
     def __call__(self, index, size):
-        """Sequences index * size ... (index + 1) * size - 1 of the endless sequence of epochs
+        """Sequences index * size to (index + 1) * size - 1 of the concatenated epochs
         -> (size, L) int64."""
         numbers = []
         for i in range(index * size, (index + 1) * size):

@@ -1,4 +1,4 @@
-"""Fine-tune a pre-trained encoder on GLUE or SQuAD and score it, as the papers do.
+"""Fine-tune a pre-trained encoder on GLUE or SQuAD with the papers' recipes, and score it.
 
     python finetune.py --task docs                # no network: which library is a docstring from?
     python finetune.py --task docs --ckpt scratch                  # the same without pre-training
@@ -8,7 +8,7 @@
     python finetune.py --task rte --ckpt out/run/finetuned-mnli.pt        # from the MNLI model
     python finetune.py --task mnli --ckpt out/run --eval_only      # score out/run/finetuned-mnli.pt
 
-It starts from the newest checkpoint under out/ unless --ckpt names one. Every run is a line of
+It starts from the newest checkpoint under out/ unless --ckpt names one. Every score is a line of
 results.jsonl. The table at the end shows the median or mean over seeds, the spread, and the score
 of always giving the most frequent answer (majority). The best run's model is saved beside it as
 finetuned-<task>.pt. RPP is the paper on relative position prediction (2022); Wang 2021 is "On
@@ -74,14 +74,14 @@ TASKS = {
 METRICS = {name: task.score for name, task in TASKS.items()}
 
 # An entry is one value, or a dictionary whose keys are tasks ("squad" includes squad_v2), "narrow"
-# (d_model < 512), and REST for everything else. A warm-up below 1 is a share of the steps. With
+# (d_model < 512), and REST for everything else. A warm-up below 1 is a fraction of the steps. With
 # several learning rates, the one with the best score counts.
 #
 # What the papers do and this does not (deviations): ELECTRA's code has one linear layer on [CLS],
 # warms up to .9 of the learning rate, uses Adam without bias correction, and trains MRPC and STS-B
-# on both orders of the texts. TACO has another recipe for base size (table 8) and averages MNLI-m
-# alone in its table 3. Wang 2021 takes the best of every 1,000 steps on SQuAD's dev set; here the
-# last model is scored.
+# on both orders of the texts. TACO has another recipe for base size (table 8) and leaves MNLI-mm
+# out of the average in its table 3. Wang 2021 evaluates every 1,000 steps on SQuAD's dev set and
+# reports the best; here the last model is scored.
 REST = ""
 # fmt: off
 RECIPES = {
@@ -174,7 +174,7 @@ def read_task(name, args):
 def encode(texts, tokenizer, cfg, length):
     """One or two texts -> the ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length`; the
     longer text is cut first."""
-    # 16 characters per token are more than text needs, so a long document is not tokenized in full.
+    # Text has fewer than 16 characters per token, so a long document need not be tokenized in full.
     parts = [
         tokenizer.encode(
             text.strip()[: 16 * length], allowed_special={"[MASK]"}, disallowed_special=()
@@ -220,7 +220,7 @@ def batches_by_length(rows, size, rng=None):
 
 def padded_batch(rows, indices, pad_id, device):
     """-> tokens (B, L), pad (B, L) bool or None without padding, labels (B,) or (B, 2); L is the
-    length of the longest row."""
+    length of the longest sequence."""
     ids, labels = zip(*[rows[i] for i in indices])
     tokens = nn.utils.rnn.pad_sequence(list(map(torch.tensor, ids)), True, pad_id)
     has_padding = (tokens == pad_id).any()
@@ -237,7 +237,7 @@ def padded_batch(rows, indices, pad_id, device):
 
 class Classifier(nn.Module):
     """An encoder with a task's head: dropout, dense, tanh, dropout, linear on [CLS]; for spans one
-    linear layer on every token. length: the longest sequence that it is given."""
+    linear layer on every token. length: the maximum sequence length."""
 
     def __init__(self, encoder, name, length):
         super().__init__()
@@ -351,8 +351,8 @@ def param_groups(model, lr, layer_decay, weight_decay):
 
 
 def schedule(step, steps, warmup):
-    """Share of the peak learning rate at a step: linear warm-up (below 1: a share of the steps),
-    then linear decay to 0."""
+    """Fraction of the peak learning rate at a step: linear warm-up (below 1: a fraction of the
+    steps), then linear decay to 0."""
     warmup = warmup * steps if warmup < 1 else warmup
     return min((step + 1) / max(1, warmup), (steps - step) / max(1, steps - warmup), 1.0)
 
@@ -393,7 +393,7 @@ def train(model, rows, chosen, lr, seed, args):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-        # Checking is a CPU-GPU sync, hence every 200 steps only. With fp16, some skips are normal.
+        # Check every 200 steps only: it is a CPU-GPU sync. With fp16, some skips are normal.
         bad = ~grad_norm.isfinite()
         n_bad = (n_bad + bad) * bad if scaler.is_enabled() else n_bad + bad
         if step % 200 == 199 or step + 1 == steps:
@@ -425,10 +425,10 @@ def outputs(model, rows, dtype):
 
 
 def rank(model, rows, dtype=torch.float32):
-    """A Classifier and rows as read -> for each row [(probability, answer), ...], best first.
+    """A Classifier and rows of read_task -> for each row [(probability, answer), ...], best first.
 
-    The answers are class indices, SQuAD's most likely texts (v2.0: and "" for no answer), or one
-    score (probability 1). A row needs no label: squad.Question(texts) will do for every task.
+    The answers are class indices, SQuAD's most likely texts (in v2.0 also "" for no answer), or one
+    score (probability 1). A row needs no label: squad.Question(texts) works for every task.
     """
     encoded, windows = encode_rows(model, rows)
     raw = outputs(model, encoded, dtype)
@@ -569,10 +569,10 @@ class FinetuneConfig:
         None, "training examples (default: all; docs 500)", "[1, 1e9]"
     )
     recipe: str = setting(
-        "electra", "electra is RPP's, tupe TUPE's, taco TACO's, bert Wang 2021's", tuple(RECIPES)
+        "electra", "electra (used by RPP), tupe, taco, or bert (used by Wang 2021)", tuple(RECIPES)
     )
     seeds: int = setting(
-        1, "runs, with seeds 0, 1, ...; the papers: RPP 10, TUPE 5, TACO 4, Wang 5", "[1, 1000]"
+        1, "number of runs, seeds 0, 1, ... (RPP 10, TUPE 5, TACO 4, Wang 2021 5)", "[1, 1000]"
     )
     lr: tuple | None = setting(None, "peak learning rates; the best one counts", "(0, 1e9)")
     epochs: int | None = setting(None, "epochs; docs: 10 in every recipe", "[1, 10000]")
@@ -619,7 +619,7 @@ def finetune(name, start, rows, evaluations, args, status):
     """Fine-tune with every learning rate and seed -> rows of results.jsonl, the model with the best
     first metric, which is saved."""
     chosen = settings(args, name, start["config"])
-    # This model only encodes the rows. It also shows, before any training, that the weights fit.
+    # This model encodes the rows, and shows before any training that the weights fit.
     encoded, _ = encode_rows(make_model(start, name, chosen.length), rows)
     file = args.out_dir / f"finetuned-{name}.pt"
     print(f"{name}: from {start['source']}; length {chosen.length}")
@@ -683,13 +683,13 @@ def run_task(name, start, args, status):
 
 
 def task_names(args):
-    """--task -> the names of the tasks; of `all`, those whose data is there. Raises ValueError."""
+    """--task -> the names of the tasks; for `all`, those whose data exists. Raises ValueError."""
     if args.task != "all":
         return [args.task]
     names = []
     for name, task in GLUE.items():
         if args.data_dir and not Path(args.data_dir, task.folder).exists():
-            print(f"{name}: {Path(args.data_dir, task.folder)} does not exist, left out")
+            print(f"{name}: {Path(args.data_dir, task.folder)} does not exist; skipped")
         else:
             names.append(name)
     if not names:
@@ -702,7 +702,7 @@ def main(argv=None):
         args = parse_args(argv)
         keep_memory()
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError("finetune.py is a single process: use python, not torchrun")
+            raise ValueError("finetune.py runs as one process: use python, not torchrun")
         args.device = pick_device(args.device)
         args.dtype, _ = pick_dtype(args.device, args.dtype)
         if args.compile and not can_compile(args.device):

@@ -18,9 +18,9 @@ The logits of one attention head, before the softmax over j, are
 
     s_ij = (q_i . k_j + scores_ij) / sqrt(t D) + bias_ij          t = scale_terms
 
-where q_i and k_j are the query and the key after edit_qk (the hook scores gets them before it). t,
-called scale_terms below, is 2 for tupe_*, 3 for deberta, 4 for bert_ad, as in their papers, and 1
-for all others. A scheme is a sum of components, and a component overrides any of five hooks:
+where q_i and k_j are the query and the key after edit_qk (scores gets them before edit_qk). t is 2
+for tupe_*, 3 for deberta, 4 for bert_ad, as in their papers, and 1 for all others. A scheme is
+a sum of components, and a component overrides any of five hooks:
 
     embed    added to the token embeddings       scores   logits of tokens and positions together
     bias     logits of positions alone           values   added to the output of attention
@@ -55,9 +55,9 @@ deberta             He 2021         scores         (q_i . k_j + q_i . a_r W_K + 
 rope                Su 2021         edit_qk        q and k rotated by their position
 alibi               Press 2021      bias           -slope_h |r|
 
-and Wang 2021's sums abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
-legal too, hook by hook: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` cannot
-be part of a sum, because its scale or its reset of [CLS] is defined for its own terms.
+Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
+legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` cannot be part of a
+sum, because its scale or its reset of [CLS] (see reset_cls) is defined for its own terms.
 """
 
 import math
@@ -75,7 +75,7 @@ from lib.weights import load_strict
 UNKNOWN_POS = -1  # the id of a masked position (objective pmlm)
 N_SPECIALS = 8  # [CLS] [PAD] [SEP] [MASK] and 4 spare ones: the last ids of a vocabulary
 MAX_OFFSET = 64  # rel, rel_k, rsin, rlsin, deberta, tupe_r_factored clip offsets to +-64
-N_OFFSETS = 2 * MAX_OFFSET + 2  # R: one row per clipped offset, the last one for masked pairs
+N_OFFSETS = 2 * MAX_OFFSET + 2  # R: a row per clipped offset, and one for masked positions
 T5_BUCKETS = 32
 T5_MAX_DISTANCE = 128
 
@@ -97,7 +97,7 @@ class EncoderConfig:
     norm_eps: float = 1e-5
     norm: str = setting(
         "post",
-        "LayerNorm after each residual connection (BERT), or at the input of each layer",
+        "LayerNorm after each residual connection (post, BERT) or before each sublayer (pre)",
         ("post", "pre"),
     )
 
@@ -187,8 +187,8 @@ def compute_dtype(x):
 
 
 class Encoder(nn.Module):
-    """Token embedding (+ input positions) -> LayerNorm -> dropout -> n_layer blocks (-> LayerNorm
-    with norm pre). There are no segment embeddings (Wang 2021's BERT has them: deviation)."""
+    """Token (+ position) embedding -> LayerNorm -> dropout -> n_layer blocks (-> LayerNorm with
+    norm pre). There are no segment embeddings (Wang 2021's BERT has them: deviation)."""
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
@@ -230,7 +230,7 @@ class Encoder(nn.Module):
 
     def logits(self, q, k, pos, layer, pad=None, causal=False):
         """Attention logits before the softmax. q, k (B, H, L, D); pos (L,), (B, L) or a Positions;
-        layer 0 to n_layer - 1, or n_layer for the pair head -> (B, H, L, L)."""
+        layer 0 to n_layer - 1, or n_layer for objectives.PairHead -> (B, H, L, L)."""
         pos = pos if isinstance(pos, Positions) else Positions(pos)
         bias = self.scheme.bias_and_mask(pos, pad, causal, q.dtype)
         q, k, bias = self.scheme.terms(q, k, pos, layer, bias)
@@ -262,7 +262,7 @@ def init_weights(module):
     XavierLinear           Xavier-uniform, bias 0 (U_Q, U_K, F_Q, F_K, the pair head)
     LayerNorm              1 and 0
     other parameters       where they are created: masked positions, theta, free tables N(0, 0.02);
-                           frequencies 10000^(-2k/C)
+                           frequencies 10000^(-2k/width)
     """
     if isinstance(module, XavierLinear):
         nn.init.xavier_uniform_(module.weight)
@@ -274,12 +274,12 @@ def init_weights(module):
 
 def dropout(x, p, training):
     """F.dropout(x, p, training). On a CPU in eager mode, one 64-bit random number serves four
-    elements, and p is rounded to 1/65536, which is about three times as fast."""
+    elements, which is about three times as fast. (p is rounded to a multiple of 1/65536.)"""
     if not training or p == 0:
         return x
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
-    n_dropped = min(round(65536 * p), 65535)  # of the 65536 values of 16 bits
+    n_dropped = min(round(65536 * p), 65535)  # of the 65536 16-bit values
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits
     bits = bits.view(torch.int16)[: x.numel()].view(x.shape)  # each uniform in -32768 to 32767
     keep = bits.ge_(n_dropped - 32768).to(x.dtype)  # ge_ writes 0 or 1; a bool tensor is slower
@@ -295,7 +295,7 @@ class Positions:
 
     ids (1 or B, L) int64, UNKNOWN_POS for a masked position. Everything is computed from these, not
     from the index of a token in the tensor, since pplm permutes them and pmlm masks them. There is
-    one object per forward pass; it keeps what all layers and the pair head share.
+    one object per forward pass; it caches what all layers and the pair head share.
     """
 
     def __init__(self, ids):
@@ -351,7 +351,7 @@ def sum_by_offset(A, rows, n_rows):
 
 def bias_from_table(table, index):
     """table (R, H), one scalar per head in each row; index (B, L, L), where B may be 1
-    -> (B, H, L, L). (With several threads, the gradient of table[index] is not repeatable.)"""
+    -> (B, H, L, L). (The gradient of table[index] is nondeterministic with several threads.)"""
     B, L, _ = index.shape
     scalars = table.t().expand(B, -1, -1)  # (B, H, R)
     index = index.view(B, 1, L * L).expand(-1, table.size(1), -1)  # (B, H, L L)
@@ -385,7 +385,7 @@ def normal(*shape):
 
 class Constant(nn.Module):
     """Frequencies or slopes, which stay float32 when the model is cast to 16 bits: at position 512
-    an angle computed from a bf16 frequency is off by more than a radian."""
+    an angle computed from a bf16 frequency can be off by almost a radian."""
 
     def __init__(self, value, learned=False):
         super().__init__()
@@ -530,8 +530,8 @@ class Absolute(Component):
 class Sinusoidal(Component):
     """Sines and cosines of the position with fixed frequencies.
 
-    Token embeddings are multiplied by sqrt(C) (deviation: unit sinusoids would be 35 times as large
-    as N(0, 0.02) token embeddings).
+    Token embeddings are multiplied by sqrt(C), as in Vaswani 2017 (deviation from Wang 2021): unit
+    sinusoids would be 35 times as large as N(0, 0.02) token embeddings.
     """
 
     scale_tokens = True
@@ -553,7 +553,7 @@ class LearnedSinusoidal(Sinusoidal):
 
 # An (L, L, D) tensor is never built. For the keys, q_i . a_r is computed for all R rows of the
 # table, and each pair gathers its value. For the values, the attention of each query is summed by
-# offset, and the sums are multiplied with the table.
+# offset, and the sums are multiplied by the table.
 
 
 def offset_scores(q, a, pos):
@@ -585,7 +585,7 @@ class Relative(Component):
 
 
 class RelativeKeys(Component):
-    """Keys only, one table per layer (TUPE eq 4)."""
+    """Relative for keys only, with one table per layer (TUPE eq 4)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -598,7 +598,7 @@ class RelativeKeys(Component):
 
 
 class RelativeSinusoidal(Component):
-    """rel with sinusoids of the signed offset r (NEZHA's are of the row, r + 64: deviation)."""
+    """rel with sinusoids of the signed offset r (NEZHA uses the row r + 64 instead: deviation)."""
 
     learned = False
 
@@ -698,7 +698,7 @@ class Alibi(Component):
             return [2 ** (-8 * (h + 1) / n) for h in range(n)]
 
         n = 2 ** int(math.log2(n_head))
-        extra = powers(2 * n)[0::2]  # not a power of two: every other slope of the next one
+        extra = powers(2 * n)[0::2]  # if H is not a power of 2: every other slope of the next
         return powers(n) + extra[: n_head - n]
 
     def bias(self, pos):

@@ -8,7 +8,7 @@ pmlm          RPP 3.1     the positions of 60% of the        the true offset of 
                           tokens are masked                  at least one masked position
 pplm          RPP 3.1     the positions of 60% of the        the true offset of all ordered pairs
                           tokens are permuted
-pplm_some     RPP 3.1     the same                           only for pairs whose two tokens moved
+pplm_some     RPP 3.1     the same                           the same, if both tokens moved
 pplm_binary   RPP 3.1     the same                           is the assigned offset the true one?
 tc            TACO eq 8   nothing                            which of K + 1 tokens is from the same
                                                              context?
@@ -22,7 +22,7 @@ objective has two methods:
     corrupt(batch, generator)       not compiled, because it draws random numbers
     loss(encoder, hidden, batch)    compiled with the encoder -> loss (), {name: ()} to log
 
-No shape depends on the data, so nothing is recompiled and nothing waits for the GPU.
+No shape depends on the data, so there is no recompilation and no CPU-GPU sync.
 
 A batch is a dictionary with these keys, and each objective adds its own:
 
@@ -61,7 +61,7 @@ from model import (
 )
 
 PAIR_HIDDEN = 64  # hidden dimension of the pair head's MLP
-CHUNK_BYTES = 1 << 30  # float32 logits of pairs that may exist at once
+CHUNK_BYTES = 1 << 30  # maximum memory for the float32 logits of pairs
 
 # Objectives corrupt a batch in this order; a sum has at most one of each kind.
 KINDS = ["sentence", "token", "position", "contrastive"]
@@ -116,7 +116,7 @@ def select(eligible, rate, generator, starts=None):
     score = torch.rand(B, L, generator=generator, device=eligible.device)
     if starts is not None:  # all tokens of word w (1, 2, ...) share the w-th random number
         word = starts.long().cumsum(1)  # (B, L)
-        # Only if each token begins a word does the last one, the final [SEP], get number L.
+        # The clamp only changes word L, the final [SEP], if every token begins a word.
         score = score.gather(1, word.clamp(max=L - 1))
     score = score.masked_fill(~eligible, -1.0)
     score, order = score.sort(dim=1, descending=True, stable=True)
@@ -181,7 +181,7 @@ class MLM(TokenObjective):
         mlm_selected (B, L) bool."""
         original, eligible = batch["original"], batch["eligible"]
         starts = None
-        if self.starts is not None:  # (2, V): this token begins a word; the one after it does
+        if self.starts is not None:  # (2, V), see word_starts in data.py
             starts = self.starts[0][original] | self.starts[1][original.roll(1, 1)]  # (B, L)
         slots, valid = select(eligible, self.cfg.mask_rate, generator, starts)
         target = original.gather(1, slots)  # (B, k)
@@ -197,7 +197,7 @@ class MLM(TokenObjective):
         batch.update(mlm_slots=slots, mlm_target=target, mlm_weight=valid, mlm_selected=selected)
 
     def loss(self, encoder, hidden, batch):
-        # The head runs at the k slots only: a seventh of the tokens at a mask rate of 15%.
+        # The head runs at the k slots only, by default 15% of the tokens.
         slots = batch["mlm_slots"][..., None].expand(-1, -1, hidden.size(-1))
         at_slots = hidden.gather(1, slots)  # (B, k, C)
         loss, scalars = self.score(encoder, at_slots, batch["mlm_target"], batch["mlm_weight"])
@@ -220,7 +220,7 @@ class CLM(TokenObjective):
 
 
 class PairHead(nn.Module):
-    """RPP sec 3: classifies each pair of tokens by psi(s_ij), from the H attention logits s_ij.
+    """RPP sec 3: psi(s_ij) classifies each pair of tokens from its H attention logits s_ij.
 
     s_ij are the logits of one additional attention layer on the final hidden states, with its own
     W_q and W_k. With pair_scores `total` they include the scheme's positional terms and scale, as
@@ -254,8 +254,8 @@ class PairHead(nn.Module):
 
 class PositionObjective(Objective):
     """Relative position prediction (RPP sec 3.1). Some tokens are assigned other positions; the
-    tensor of tokens does not change. Each pair of tokens is then classified by its true offset
-    j - i, as class j - i + L - 1. Subclasses override which positions are assigned (`assign`),
+    tensor of tokens does not change. The head then predicts the true offset j - i of each pair of
+    tokens, as class j - i + L - 1. Subclasses override which positions are assigned (`assign`),
     which pairs are scored (`scored`), and what their class is (`label`).
     """
 
@@ -315,9 +315,9 @@ class PositionObjective(Objective):
         # psi gets only the H attention logits of a pair, not the hidden states.
         s = self.head.scores(encoder, hidden, batch["positions"])  # (B, n, n, H)
         s, label, weight = s.flatten(0, 2), label.flatten(), pairs.flatten().float()  # N = B n n
-        # A sequence has n^2 pairs, and each a softmax over 2L - 1 classes. Large batches are split
-        # into chunks, whose logits are computed again in the backward pass, so that those of only
-        # one chunk exist at a time.
+        # A sequence has n^2 pairs, each with a softmax over 2L - 1 classes. Large batches are split
+        # into chunks, whose logits are recomputed in the backward pass, so that only one chunk's
+        # logits exist at a time.
         recompute = len(s) > self.chunk_size and self.training
         total = 0
         for chunk in zip(*[x.split(self.chunk_size) for x in (s, label, weight)]):
@@ -354,15 +354,15 @@ class PPLM(PositionObjective):
 
 
 class PPLMSome(PositionObjective):
-    """PPLM, scored on the pairs whose two tokens moved ("just the permuted positions")."""
+    """PPLM, scored on pairs whose tokens both moved (RPP: "just the permuted positions")."""
 
     def scored(self, pairs, i_moved, j_moved):
         return pairs & i_moved & j_moved
 
 
 class PPLMBinary(PositionObjective):
-    """Is the assigned offset of a pair its true one? (RPP says "for each position"; here per pair:
-    deviation.)"""
+    """Predict whether the assigned offset of a pair is its true one. (Deviation: RPP says "for each
+    position", not pair.)"""
 
     n_classes = 2
 
@@ -428,8 +428,8 @@ class TC(Objective):
         flattened batch."""
         B, L = eligible.shape
         order = (~eligible.flatten()).long().sort(stable=True).indices  # (B L,): eligible first
-        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1): where the sequence's own begin in `order`
-        others = (m.sum() - m).clamp(min=1)[..., None]  # (B, 1, 1): how many are not its own
+        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1): index of its first token in `order`
+        others = (m.sum() - m).clamp(min=1)[..., None]  # (B, 1, 1): eligible tokens of others
         u = random_below(others.expand(B, L, self.cfg.tc_negatives), generator)
         u = torch.where(u >= first, u + m[..., None], u)  # skip the sequence itself
         return order[u]
@@ -463,7 +463,7 @@ class TC(Objective):
 
 
 def random_below(n, generator):
-    """Uniform random integers below n, a tensor of counts."""
+    """n, a tensor of counts -> for each, a uniform random integer from 0 to n - 1."""
     u = torch.rand(n.shape, generator=generator, device=n.device)
     return (u * n).long().clamp(max=n - 1)
 
@@ -477,7 +477,7 @@ class NSP(Objective):
     prediction is made from [CLS] through BERT's pooler.
     """
 
-    kind, min_sequences = "sentence", 4  # two to exchange, in half of the batch
+    kind, min_sequences = "sentence", 4  # half of them exchange, so 2 at least
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
@@ -496,8 +496,8 @@ class NSP(Objective):
         order = torch.rand(B, generator=generator, device=device).argsort()
         chosen = order[: B // 2]
         own = torch.arange(B, device=device)
-        # donor[b]: the sequence from which b gets its second half. The chosen ones, half of the
-        # batch, get that of the next one; all others keep their own.
+        # donor[b]: the sequence from which b gets its second half. Each chosen one gets that of the
+        # chosen one before it; all others keep their own.
         donor = own.scatter(0, chosen, chosen.roll(1))
         after = torch.arange(L, device=device) > middle  # (B, L)
         mixed = torch.where(after, tokens[donor], tokens)
@@ -556,8 +556,8 @@ class Pretraining(nn.Module):
                     f"--objective {cfg.objective} masks positions, which --pe {encoder.config.pe} "
                     "cannot represent: use another scheme, or pplm"
                 )
-        # Some schemes have weights per layer, and those of layer n_layer are for the pair head. DDP
-        # expects a gradient for every weight that requires one.
+        # Some schemes have weights per layer; those of layer n_layer are for the pair head. Freeze
+        # them if it does not use them: DDP expects a gradient for every weight that requires one.
         has_pair_head = any(part.kind == "position" for part in parts.values())
         for part in encoder.scheme.parts.values():
             if hasattr(part, "layers") and not (has_pair_head and cfg.pair_scores == "total"):
@@ -573,7 +573,7 @@ class Pretraining(nn.Module):
 
     def corrupt(self, tokens, *key) -> dict:
         """Clean sequences (B, L) -> a corrupted batch, a function of (tokens, key) alone. Raises
-        ValueError if there are too few."""
+        ValueError if there are too few sequences."""
         self.check_batch(len(tokens))
         batch = new_batch(tokens, self.encoder.config.vocab_size)
         for name, objective in self.objectives.items():
@@ -603,7 +603,7 @@ class ObjectiveConfig:
     objective: str = setting("mlm", "pre-training objective, or a sum such as mlm+pplm")
     loss_weights: tuple | None = setting(None, "one weight per objective of the sum", "(0, 1e9)")
     mask_rate: float = setting(0.15, "fraction of tokens that mlm selects", "(0, 1)")
-    whole_word: bool = setting(False, "select whole words")
+    whole_word: bool = setting(False, "mlm: whole-word masking")
     mlm_on: str = setting(
         "masked", "loss on the masked tokens, or on all (TACO's MLM+TP)", ("masked", "all")
     )
@@ -617,23 +617,23 @@ class ObjectiveConfig:
         "mlp", "how a pair's attention logits become class logits", ("mlp", "linear")
     )
     tc_on: str = setting(
-        "all", "anchors: all tokens, or TACO's concentrated variant", ("all", "masked")
+        "all", "tc's anchors: all tokens, or masked ones (TACO's concentrated)", ("all", "masked")
     )
     tc_embedding: str = setting(
         "input",
-        "subtracted from the hidden state: the token embedding, or with position and LayerNorm "
-        "as in TACO's code",
+        "what tc subtracts from the hidden state: the token embedding, or the encoder's whole "
+        "input layer, with positions and LayerNorm, as in TACO's code",
         ("input", "input_layer"),
     )
     tc_window: int = setting(5, "W, odd: positives are at most (W-1)/2 tokens away", "[3, 1e5]")
-    tc_negatives: int = setting(50, "K, tokens of other sequences", "[1, 1e5]")
+    tc_negatives: int = setting(50, "K, number of negatives", "[1, 1e5]")
     tc_temperature: float = setting(0.07, "temperature of the softmax over cosines", "(0, 1e9)")
 
     def __post_init__(self):
         validate_config(self)
         if self.tc_window % 2 == 0:
             raise ValueError(f"--tc_window is {self.tc_window}; it must be odd")
-        # Parts are in the order of corruption, whatever order they are given in; so are weights.
+        # Sort the objectives, and their weights with them, into the order of corruption.
         given = expand_aliases(self.objective)
         names = parse_objective(self.objective)
         if self.loss_weights is not None:

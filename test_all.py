@@ -3,12 +3,13 @@
     python -m pytest test_all.py          # everything that is quick: half a minute
     python -m pytest test_all.py -m ""    # also what takes longer
 
-Read it from top to bottom after teach/naive.py, which has the equations of all positional schemes.
-The first sentence of each test says which statement of which paper it proves, or which promise of
-ours. Each mechanism is compared with a plain loop or with an invariant; tests/test_peers.py
-compares it with other libraries. Many tests run over PE_NAMES or OBJECTIVES, so that a new scheme
-or objective is tested as soon as it is added. Papers and notation are those of model.py. To see
-that these tests notice mistakes, run tests/mutate.py.
+Read it from top to bottom; teach/naive.py has the equations of all positional schemes. The first
+sentence of each test says which statement of which paper it proves, or which promise of ours. Each
+mechanism is compared with a plain loop or with an invariant; tests/test_peers.py compares it with
+other libraries. Many tests run over PE_NAMES or OBJECTIVES, so that a new scheme or objective is
+tested as soon as it is added. Notation: B sequences of L tokens, C = d_model, H heads of dimension
+D = C/H (d in TUPE). RPP is relative position prediction (pplm, pmlm); model.py cites the papers. To
+see that these tests notice mistakes, run tests/mutate.py.
 """
 
 import copy
@@ -52,7 +53,7 @@ from tests.conftest import (  # fixtures, too
     write_corpus,
 )
 
-VOCAB, CLS, SEP, MASK = 72, 64, 66, 67  # 64 ordinary ids, then the 8 special tokens
+VOCAB, CLS, SEP, MASK = 72, 64, 66, 67  # 64 ordinary ids, [CLS] [PAD] [SEP] [MASK], 4 spare
 CPU = torch.device("cpu")
 ALL_PE = [pe for pe in PE_NAMES if pe not in ("bert_a", "bert_r")]  # these are abs and abs+t5
 ALL_PE += ["rope+t5", "abs+alibi", "abs+rope", "sin+rel_k", "abs+sin"]
@@ -67,7 +68,7 @@ def close(a, b, atol=1e-9):
     torch.testing.assert_close(a, b, rtol=0, atol=atol, check_dtype=False)
 
 
-def masked_ok(pe):
+def masked_ok(pe):  # whether the scheme can represent a masked position (pmlm); rope cannot
     return all(part.masked_ok for part in parse_pe(pe))
 
 
@@ -106,11 +107,15 @@ def sequences(B=6, L=12):
 
 @pytest.mark.parametrize("pe", ["tupe_a", "tupe_r"])
 def test_tupe_is_two_correlations(pe):
-    """TUPE eq 9 to 11: a logit is the correlation of two tokens, without their positions, plus that
-    of two positions, with projections of their own, plus T5's bias in TUPE-R. In the last two,
-    [CLS] has one number for its row and one for the rest of its column."""
+    """TUPE eq 9 to 11: s_ij = q_i . k_j / sqrt(2D) + v_ij, the correlation of two tokens, without
+    their positions, plus v_ij = p_i U_Q . p_j U_K / sqrt(2D), that of the two positions, with
+    projections of its own and the same in all layers. TUPE-R adds T5's bias to v_ij. (The sum of
+    two dot products has twice the variance of one, hence sqrt(2D).) To untie [CLS], whose position
+    means nothing, its row of v becomes one learned number per head, theta_1, and the rest of its
+    column another, theta_2."""
     encoder, tokens, D, L = tiny(pe), sequences(), 8, 12
     (part,) = encoder.scheme.parts.values()
+    # Layer 0: its input is the embedding of the tokens, to which no position is added.
     q, k, _ = encoder.blocks[0].qkv(encoder.norm(encoder.tok(tokens))).chunk(3, -1)
     u = part.positions
     p, t = u.norm(u.table.weight[:L]), u.norm(part.theta)
@@ -128,8 +133,10 @@ def test_tupe_is_two_correlations(pe):
         close(encoder.attention_logits(tokens)[:, h], tokens_ij + v_ij)
 
 
-# The same for all schemes. First an encoder's weights, but none of its computations, in the
-# notation of teach/naive.py; then the encoder as a loop.
+# The same for all schemes (equations: teach/naive.py). Wang 2021 compares 13: none; a vector per
+# position, added to the token embedding (abs: learned, sin: sinusoids, lsin: of learned
+# frequencies); one per offset pos_j - pos_i, added to key j and value j (rel, rsin, rlsin); 6 sums.
+# First an encoder's weights, but none of its computations; then the encoder as a loop.
 NAMES = {parts[0].__name__: pe for pe, parts in reversed(SCHEMES.items()) if len(parts) == 1}
 
 
@@ -138,7 +145,8 @@ def scheme_of(encoder):
 
 
 def head_weights(encoder, layer, h):
-    """{scheme: the weights w of teach/naive.py} for head h of a layer (n_layer: the pair head)."""
+    """{scheme: the weights w of teach/naive.py} for head h of a layer. Layer n_layer is the extra
+    attention layer from which pplm and pmlm predict offsets, the pair head."""
     cfg, weights = encoder.config, {}
     D, rows = cfg.d_head, slice(h * cfg.d_head, (h + 1) * cfg.d_head)  # of a linear layer's weight
     for key, part in encoder.scheme.parts.items():
@@ -391,8 +399,8 @@ def test_mlm_selects_80_10_10():
 
 @pytest.mark.parametrize("objective", ["mlm", "pplm", "pmlm"])
 def test_no_special_is_selected(objective):
-    """Special tokens are never selected. Where a sequence has fewer than k others, the remaining
-    slots have weight 0."""
+    """k = round(rate (L - 2)) tokens are selected per sequence, the slots, but never special ones.
+    If a sequence has fewer than k others, the remaining slots have weight 0."""
     rate = "mask_rate" if objective == "mlm" else "pos_rate"
     model, tokens = pretraining(objective, **{rate: 0.9}), sequences()
     special, n_selected = tokens >= CLS, [9, 8, 9, 9, 9, 9]  # k = 9; the second has 8 others
@@ -502,9 +510,12 @@ PAIR_LOSSES += [("pmlm", "rel_k", dict(pair_scores="content", pair_head="linear"
 
 @pytest.mark.parametrize("name, pe, cfg", PAIR_LOSSES, ids=str)
 def test_pair_losses_equal_a_loop(name, pe, cfg):
-    """RPP 3.1: psi predicts the true offset j - i from the logits of one more attention layer. pplm
-    scores all ordered pairs, pmlm those with a masked position, pplm_some those in which both
-    moved; pplm_binary asks whether the assigned offset is the true one."""
+    """RPP 3.1: the true offset j - i of a pair is predicted, as one of 2L - 1 classes, from its H
+    attention logits alone: those of one more attention layer on the final hidden states, with the
+    scheme's terms for the assigned positions ("content": without). psi, an MLP ("linear": a linear
+    layer), turns them into class logits. The loss is the mean cross-entropy over ordered pairs of
+    ordinary tokens: pplm takes all, pmlm those with a masked position, pplm_some those in which
+    both moved; pplm_binary predicts whether the assigned offset is the true one (two classes)."""
     L, H, D = 9, 2, 8
     model, tokens, batch = corrupted(name, pe, B=3, L=L, **cfg)
     encoder, head, pos = model.encoder, model.objectives[name].head, batch["pos"].tolist()
@@ -512,7 +523,7 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
     hidden, losses, hits = encoder(batch["tokens"], batch["pos"]), [], []
     for b, (i, j) in itertools.product(range(3), itertools.permutations(range(L), 2)):
         q, k = (f(hidden[b]).view(L, H, D).unbind(1) for f in (head.query, head.key))
-        n_moved = (pos[b][i] != i) + (pos[b][j] != j)
+        n_moved = (pos[b][i] != i) + (pos[b][j] != j)  # permuted or masked
         if max(tokens[b, [i, j]]) >= CLS or n_moved < {"pmlm": 1, "pplm_some": 2}.get(name, 0):
             continue
         s = [q[h][i] @ k[h][j] / math.sqrt(D) for h in range(H)]
@@ -551,8 +562,9 @@ def test_chunks_change_nothing():
 
 
 def test_tc_positives_and_negatives():
-    """The positive of a token is drawn uniformly from those at most (W-1)/2 away, or else from its
-    whole sequence; the K negatives from other sequences, uniformly (TACO)."""
+    """The positive of a token is drawn uniformly from those at most (W-1)/2 away (W = 5), or if
+    there is none, from its whole sequence; the K negatives from the other sequences of the batch,
+    uniformly (TACO). tc_candidates holds indices into the flattened batch, the positive first."""
     stats = pytest.importorskip("scipy.stats")
     model, tokens = pretraining("tc", tc_negatives=20), sequences()
     tokens[2, 1:-1] = tokens[3, 2:-1] = SEP  # a single token, in 3, has no positive
@@ -576,14 +588,17 @@ def test_tc_positives_and_negatives():
         assert stats.chisquare(list(counts.values())).pvalue > 1e-3
 
 
-CONCENTRATED = dict(tc_on="masked", tc_temperature=0.5, tc_negatives=3, tc_window=3)
+CONCENTRATED = dict(tc_on="masked", tc_temperature=0.5, tc_negatives=3, tc_window=3)  # TACO 5.2
 
 
 @pytest.mark.parametrize("pe", ["abs", "sin"])
 @pytest.mark.parametrize("cfg", [{}, dict(tc_embedding="input_layer"), CONCENTRATED], ids=str)
 def test_tc_equals_a_loop(cfg, pe):
-    """TACO eq 3 to 8: what the context adds to a token is its hidden state minus its embedding; the
-    loss is the cross-entropy of the positive among the candidates' cosines / temperature."""
+    """TACO eq 3 to 8: what the context adds to a token is g = h - e, its last hidden state minus
+    its embedding (tc_embedding="input_layer": minus the whole input of the first layer); nearby
+    tokens should get a similar g. The loss of a token is the cross-entropy of picking its positive
+    among 1 + K candidates, by the cosines of their g / temperature; the mean is over all ordinary
+    tokens or, with tc_on="masked", those that mlm selected. h and e are of the corrupted tokens."""
     model, tokens, batch = corrupted("taco", pe, mask_rate=0.4, **cfg)
     encoder, tc = model.encoder, model.objectives["tc"].cfg
     e = encoder.tok.weight[batch["tokens"]] * (4.0 if pe == "sin" else 1.0)  # sqrt(C)
@@ -602,8 +617,8 @@ def test_tc_equals_a_loop(cfg, pe):
 
 
 def test_tc_of_a_constant_context():
-    """If all contexts are alike, the loss is ln(1 + K). Candidates are detached: only anchors get a
-    gradient (TACO's code). In evaluation, 16 bits don't make candidates tie."""
+    """If all g are alike, the loss is ln(1 + K). Candidates are detached: only the token itself,
+    the anchor, gets a gradient (TACO's code). Evaluation uses float32 even with bf16 autocast."""
     model, tokens, batch = corrupted("tc")
     tc, encoder, e = model.objectives["tc"], model.encoder, model.encoder.tok(tokens).detach()
     assert abs(tc.loss(encoder, e + 1.0, batch)[0] - math.log(51)) < 1e-5
@@ -653,8 +668,8 @@ GRADIENTS += [(objective, pe) for objective in ALL_OBJECTIVES for pe in ("tupe_r
 
 @pytest.mark.parametrize("objective, pe", GRADIENTS)
 def test_every_parameter_gets_a_gradient(objective, pe):
-    """Every parameter affects the loss, except those that the softmax cancels: theta_1, which fills
-    a row of logits, and key biases, unless the scheme makes q_i . bias depend on j. Weights for
+    """Every parameter affects the loss, except those that add one number to a whole row of logits,
+    which the softmax cancels: theta_1, and key biases (but not with rope and deberta). Weights for
     layer n_layer require a gradient if and only if there is a pair head."""
     model, _, batch = corrupted(objective, pe, n_layer=2)
     model(batch)[0].backward()

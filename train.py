@@ -94,8 +94,8 @@ PRESETS = {
 }
 # fmt: on
 # A resumed run may change these flags, because they do not determine the result. (init_from and
-# init_embeddings matter at step 0 only. What does matter of the data and of grad_accum is in
-# `identity` in train(): token counts, tokenizer, and micro-batches per step.)
+# init_embeddings matter at step 0 only. For the data and grad_accum, `identity` in train() holds
+# what must not change: token counts, tokenizer, and micro-batches per step.)
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
     "keep_every grad_accum dataset text_column books_dataset tokenizer".split()
@@ -199,11 +199,10 @@ def get_lr(step, args):
 def train(args, status):
     """A run from start to end. Sets `status.running` before the first step: from then on, a
     ValueError is a bug and keeps its traceback (lib/config.py)."""
-    # ---- device and processes: torchrun sets RANK and WORLD_SIZE; several machines need a shared
-    # disk
+    # ---- device and processes: torchrun sets RANK and WORLD_SIZE; several nodes need a shared disk
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = pick_device(args.device)
-    # Build the model without memory, to refuse impossible flags before the data is prepared, which
+    # Build the model on the meta device to reject invalid flags before the data is prepared, which
     # can take hours. (The vocabulary size does not matter.)
     with torch.device("meta"):
         build_model(args, vocab_size=8192)
@@ -309,8 +308,8 @@ def train(args, status):
     with contextlib.ExitStack() as stack:
         if rank == 0:
             stack.enter_context(run.open({**run_info, "baselines": baselines}, corpus.tokenizer))
-        # With several processes signals are not caught: torchrun kills them, and the run resumes
-        # from its last checkpoint.
+        # With several processes, signals are not caught: torchrun kills the processes, and the run
+        # can be resumed from its last checkpoint.
         signals = stack.enter_context(catch_signals()) if world == 1 else {"number": None}
         status.running = True
         row, sums, since, t0 = None, defaultdict(float), step, time.perf_counter()
@@ -324,7 +323,7 @@ def train(args, status):
                 group["lr"] = lr
 
             # Data, corruption and dropout depend on (seed, step, micro) alone, so resuming needs no
-            # RNG state, and 2 processes with 1 micro-batch each compute what 1 process with 2 does.
+            # RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
             # (Not bit for bit in fp16: DDP averages after scaling the loss, grad_accum before.)
             for accum in range(args.grad_accum):
                 micro = accum * world + rank
@@ -359,7 +358,7 @@ def train(args, status):
             if not (step % args.log_every == 0 or evaluating or keeping or stopping):
                 continue
 
-            # Log. This is the only CPU-GPU sync.
+            # Log. Steps that do not get here have no CPU-GPU sync.
             means = torch.stack([value.float() for value in sums.values()]) / (step - since)
             if world > 1:
                 dist.all_reduce(means)

@@ -1,9 +1,9 @@
 """Baselines: the loss in nats of a predictor that knows only ..., printed beside a model's loss.
 
 For pplm and its variants, sequences have n = L - 2 eligible tokens, and `prior` is p(r) ~ n - |r|
-for r != 0. Each later baseline also knows what the earlier ones know: `copy` the two assigned
-positions, but no token; `selected` which positions were selected; `moved` which of them really
-moved. A loss below `copy` means that the model uses token identity; a loss below `moved`,
+for r != 0. Each later baseline also knows what the earlier ones know: `copy` knows the two
+assigned positions but no token, `selected` which positions were selected, `moved` which of them
+really moved. A loss below `copy` means that the model uses token identity; a loss below `moved`,
 `free_slots` or `some_moved` means that it has learned order.
 """
 
@@ -36,7 +36,7 @@ POSITION_BASELINES = {
 def compute_baselines(model, corpus) -> dict:
     """{name: nats} for the objectives of a Pretraining model, as objective.name if it has several.
 
-    An objective that is not listed here has none. Takes some seconds for position objectives.
+    An objective that is not listed here has none. Takes a few seconds for position objectives.
     """
     found, config = {}, model.encoder.config
     for name, part in model.objectives.items():
@@ -83,9 +83,9 @@ def position_baselines(L, rate) -> dict:
     L = 64 binary is then 0.012 too high, and copy 0.01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
-    k, samples = round(rate * n), min(4000, max(16, 2**26 // L**2))  # some seconds for any L
+    k, samples = round(rate * n), min(4000, max(16, 2**26 // L**2))  # a few seconds for any L
     pairs = n * (n - 1)
-    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs  # of a pair's tokens are selected
+    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs  # shares: both, one selected
     copy = inside = kept = moved = some = some_pairs = 0.0  # sums over the samples
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
@@ -97,8 +97,8 @@ def position_baselines(L, rate) -> dict:
         selected = selected[selected != rng.permutation(selected)]
         m = len(selected)  # the number that really moved
         if m == 0:
-            continue  # then everything is known
-        # A sequence counts by its pairs: m (m - 1) in which both moved, 2 m (n - m) with one.
+            continue  # no token moved: the loss is 0
+        # Weight by the number of pairs: m (m - 1) in which both moved, 2 m (n - m) with one.
         two_moved = m * (m - 1) * offset_entropy(selected, moved_weights(m))
         some += two_moved
         some_pairs += m * (m - 1)
@@ -123,7 +123,7 @@ def entropy(counts) -> float:
 
 
 def offset_entropy(positions, weights) -> float:
-    """The entropy of t_j - t_i, where (t_i, t_j) are two different ones of m positions, with
+    """The entropy of t_j - t_i, where (t_i, t_j) are two different positions out of m, with
     probabilities proportional to weights (m, m); the diagonal is set to 0."""
     np.fill_diagonal(weights, 0)
     r = positions[None, :] - positions[:, None]  # (m, m)
@@ -134,7 +134,7 @@ def moved_weights(m):
     """P(t_i, t_j | i is assigned position 0, j position 1, all m moved), up to a factor -> (m, m):
     the number of permutations without a fixed point once the positions of two tokens are given."""
     swap, chain, free = (count_free(m - 2, fixed) for fixed in (m - 2, m - 3, m - 4))
-    largest = max(swap, chain, 1)  # too large for floats
+    largest = max(swap, chain, 1)  # the counts are too large for floats
     weights = np.full((m, m), free / largest)
     weights[1, :] = weights[:, 0] = chain / largest  # one is from the other's position
     weights[1, 0] = swap / largest  # they swapped

@@ -1,12 +1,12 @@
-"""The bag-of-words baseline of fine-tuning: what words tell without their order."""
+"""The bag-of-words baseline of fine-tuning, which ignores word order."""
 
 
 def bag_of_words(rows):
     """Fit TF-IDF with logistic regression on rows of (texts, class) -> scikit-learn's model;
     .predict(rows) gives classes.
 
-    The features are the words. For a pair of texts there are also, for each word of the second
-    text, whether the first contains it, and the share of such words in tenths. Raises ValueError
+    The features are the words. For a pair of texts, further features are whether the first text
+    contains each word of the second, and the share of such words in tenths. Raises ValueError
     without scikit-learn.
     """
     try:

@@ -24,7 +24,7 @@ def setting(default, help="", allowed=None):
 # Flags shared by all programs.
 DEVICE = setting(None, "default: cuda if available, else mps, else cpu", ("cpu", "cuda", "mps"))
 DTYPE = setting(
-    None, "dtype of autocast (default: the fastest here)", ("float32", "bfloat16", "float16")
+    None, "dtype of autocast (default: the device's fastest)", ("float32", "bfloat16", "float16")
 )
 COMPILE = setting(None, "use torch.compile (default: on a GPU only)")
 
@@ -120,10 +120,10 @@ class Parser(argparse.ArgumentParser):
 def catch_errors(remedy="use a smaller model or batch"):
     """The one place where errors are caught: `main` runs inside it.
 
-    A ValueError or OSError is the user's mistake: one line, exit code 2. Running out of memory is
-    one line and exit code 1. Once the caller sets `status.running`, only OSErrors (a full disk) and
-    RunFailed end in one line, with exit code 1; any other exception is a bug and keeps its
-    traceback.
+    A ValueError or OSError is the user's mistake: it ends in one line, with exit code 2. Running
+    out of memory ends in one line, with exit code 1. Once the caller sets `status.running`, only
+    OSErrors (a full disk) and RunFailed end in one line, with exit code 1; any other exception is a
+    bug and keeps its traceback.
     """
     status = argparse.Namespace(running=False)
     try:
@@ -137,7 +137,7 @@ def catch_errors(remedy="use a smaller model or batch"):
             leave(1, f"out of memory: {remedy}")
         if isinstance(error, OSError) or isinstance(error, ValueError) and not status.running:
             leave(1 if status.running else 2, str(error))
-        if "by peer" in str(error):  # gloo: another process of this run has ended, and said why
+        if "by peer" in str(error):  # gloo: another process of this run has ended and printed why
             leave(1)
         raise
 

@@ -85,7 +85,7 @@ def bf16_speedup():
     """How many times as fast a matmul is in bf16 as in float32 on this CPU.
 
     Having bf16 instructions is not enough: on some Xeons (avx512_bf16 without AMX) bf16 takes twice
-    as long. Both are timed in turn for a tenth of a second, and the best time of each counts.
+    as long. Both are timed in turn, at least six times and for 50 ms; the best times are compared.
     """
     times = {torch.float32: [], torch.bfloat16: []}
     n = round(384 * torch.get_num_threads() ** (1 / 3))  # about a millisecond per thread
@@ -107,7 +107,7 @@ def autocast(device, dtype):
 
 
 def can_compile(device):
-    """Whether torch.compile has what it needs: Triton and a C compiler, or a C++ compiler."""
+    """Whether torch.compile has what it needs: Triton and a C compiler (GPU), or a C++ compiler."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
@@ -128,7 +128,7 @@ def keep_memory():
             libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
-# Peak dense 16-bit FLOP/s from the data sheets. The first name that matches counts.
+# Peak dense 16-bit FLOP/s from the data sheets. The first name that matches is used.
 # fmt: off
 PEAK_FLOPS = {"Laptop": None, "Ti": None, "4090 D": None, "H100 PCIe": 756e12, "H100 NVL": 835e12,
               "V100 PCIE": 112e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,

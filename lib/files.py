@@ -39,7 +39,7 @@ def write_checkpoint(file, state):
     try:
         with atomic_write(file) as handle:
             torch.save(state, handle)
-    except (OSError, RuntimeError) as error:  # of a full disk; torch may raise a RuntimeError
+    except (OSError, RuntimeError) as error:  # a full disk; torch may raise a RuntimeError
         raise OSError(f"{file} cannot be written: {error}") from None
 
 
@@ -79,7 +79,7 @@ def read_jsonl(file):
 def lock(folder, doing="training", name=".lock", wait=False):
     """Hold an exclusive lock on a folder for the length of the block.
 
-    If another process has it, wait for it or raise ValueError.
+    If another process holds it, raise ValueError, or with `wait` wait for it.
     """
     with open(Path(folder, name), "w") as handle:
         if fcntl:

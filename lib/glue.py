@@ -26,7 +26,7 @@ def f1_score(labels, predictions):
 
 
 def pearson(labels, predictions):
-    """Pearson's correlation; 0 if one side is constant or not finite. Of two binary vectors it is
+    """Pearson's correlation; 0 if one side is constant or not finite. For two binary vectors it is
     Matthews' correlation."""
     x = np.array([labels, predictions], float)  # (2, n)
     if not np.isfinite(x).all() or not np.ptp(x, 1).all():
@@ -133,7 +133,7 @@ class Task(NamedTuple):
     read_hub: Callable = read_hub  # (task, name, split) -> rows
 
     def file(self, split):
-        """The official file of one of the hub's splits: they say dev for validation."""
+        """The official file of one of the hub's splits, named dev for validation."""
         return split.replace("validation", "dev") + self.extension
 
     def score(self, labels, predictions):
@@ -144,7 +144,7 @@ PAIR = ("sentence1", "sentence2")
 NLI, RTE = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
 F1 = {"accuracy": accuracy, "f1": f1_score}
 GLUE = {
-    # GLUE scores CoLA by Matthews' correlation, RPP reports accuracy: both are always computed.
+    # GLUE scores CoLA by Matthews' correlation and RPP by accuracy, so both are computed.
     "cola": Task(
         "CoLA",
         ("sentence",),
@@ -179,8 +179,8 @@ GLUE = {
 AX = GLUE["mnli"]._replace(folder="diagnostic", dev={}, test={"AX": "diagnostic"})
 
 
-# What each paper averages over GLUE: TUPE and TACO both MNLI sets, Wang 2021 the mismatched one;
-# none of them WNLI.
+# What each paper averages over GLUE. TUPE and TACO include both MNLI sets, Wang 2021 only the
+# mismatched one; none of them includes WNLI.
 # fmt: off
 WANG = {"cola": "matthews", "sst2": "accuracy", "qnli": "accuracy", "rte": "accuracy",
         "mnli-mm": "accuracy", "qqp": "f1", "mrpc": "f1", "stsb": "spearman"}

@@ -117,7 +117,7 @@ def command_line(script, flags):
 
 
 def format_row(row, names, steps, baselines):
-    """A row of the log as a line of text. names: of the objectives."""
+    """A row of the log as a line of text. names: the objectives' names."""
     text = f"step {row['step']:>6}/{steps}  loss {row['loss']:.4f}"
     if len(names) > 1:
         text += f" ({', '.join(f'{name} {row[name]:.3f}' for name in names)})"
@@ -136,7 +136,7 @@ def format_row(row, names, steps, baselines):
 
 
 def print_baselines(baselines):
-    if baselines:  # an objective of the reader's own may have none
+    if baselines:  # a user-defined objective may have none
         print("baselines (loss in nats of a predictor that knows only ...):")
     for name, value in baselines.items():
         print(f"  {name:16}{value:6.3f}  {KNOWS[name.rpartition('.')[2]]}")

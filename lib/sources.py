@@ -88,7 +88,7 @@ def docs_source():
 
 def docs_documents():
     """-> {text: library}: about 12 MB of English from the docstrings of the installed packages.
-    They are parsed, never imported."""
+    The files are parsed, never imported."""
     library_of = {}
     for library, folder in docs_folders().items():
         for file in sorted(folder.rglob("*.py")):
@@ -166,7 +166,7 @@ def files_source(files, text_column):
     parts = []
     for file, (_, size, _) in zip(files, stats):
         kind, compression = file_kind(file)
-        ratio = 3.5 if compression or kind == ".parquet" else 1  # English, compressed
+        ratio = 3.5 if compression or kind == ".parquet" else 1  # compression ratio of English text
         parts.append(Part(partial(file_documents, file, text_column), ratio * size))
     names = [os.path.basename(file) for file in files]
     about = {"files": names, "text_column": text_column, "hash": digest}
@@ -174,7 +174,7 @@ def files_source(files, text_column):
 
 
 def file_kind(name):
-    """The kind and the compression that a file name's ending tells: (".jsonl", ".xz"); "" if
+    """The kind and the compression of a file, by its name's ending: (".jsonl", ".xz"); "" if
     unknown or none."""
     path = Path(name.lower())
     compression = path.suffix if path.suffix in OPENERS else ""
@@ -193,7 +193,7 @@ def file_documents(file, text_column):
         for text in column(READERS[kind](handle), text_column, file):
             n += len(text or "")
             n_bad += len(NOT_TEXT.findall(text or ""))
-            if n_bad > BAD_SHARE * n + 100:  # do not read on to the end
+            if n_bad > BAD_SHARE * n + 100:  # no need to read the rest
                 break
             yield text and NOT_UTF8.sub("\ufffd", text)
     if n_bad > BAD_SHARE * n:
@@ -288,7 +288,7 @@ def column(rows, name, where):
             text = row.get(name) if isinstance(row, dict) else row
             has_text = isinstance(text, str) and (text.strip() or isinstance(row, str))
             yield text if has_text else None
-    except Exception as error:  # decompressors, parsers, datasets and networks have many kinds
+    except Exception as error:  # parsers, decompressors and the hub raise many kinds of errors
         raise ValueError(f"{where} cannot be read: {error or type(error).__name__}") from None
 
 
@@ -338,8 +338,8 @@ def hub_part(name, config, rows_per_document, text_column):
 
 
 def check_hub():
-    """Switch the hub's libraries to offline mode if the hub does not answer; they would retry for
-    minutes. In offline mode they use what they have stored, or fail at once."""
+    """Switch the hub's libraries to offline mode if the hub does not answer: they would otherwise
+    retry for minutes. In offline mode they use what they have stored, or fail at once."""
     import datasets
     from huggingface_hub import constants, utils
 

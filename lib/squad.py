@@ -43,7 +43,7 @@ def read_squad(task, file, is_test=False):
     """SQuAD's JSON, v1.1 or v2.0 -> [Question]. Raises ValueError.
 
     Only a question marked `is_impossible` is unanswerable. One that merely has no answers is from a
-    file for testing (golds None) and must not be scored.
+    test file (golds None) and must not be scored.
     """
     questions = []
     try:
@@ -117,7 +117,7 @@ def windows(index, question, tokenizer, cfg, length):
     start, size = (question.starts[0], len(question.golds[0])) if question.golds else (0, 0)
     in_answer = (spans[:, 1] > start) & (spans[:, 0] < start + size)
     stride = min(length // 3, room)
-    for first in range(0, max(1, len(context) - room + stride), stride):  # until one has the end
+    for first in range(0, max(1, len(context) - room + stride), stride):  # to the context's end
         part = slice(first, first + room)
         inside = np.flatnonzero(in_answer[part]) + offset
         complete = 0 < in_answer.sum() == len(inside)
@@ -158,7 +158,7 @@ def rank_answers(outputs, windows, with_null):
                 text = window.context[window.spans[i, 0] : window.spans[j, 1]]
                 candidates.append((score, text.strip()))
         candidates = sorted(candidates, key=itemgetter(0), reverse=True)[:N_BEST]
-        if with_null or not candidates:  # not: an empty context
+        if with_null or not candidates:  # an empty context has no candidates
             candidates.append((min(null_scores), ""))
         ranked.append(sorted(candidates, key=itemgetter(0), reverse=True))
     return ranked
@@ -179,8 +179,8 @@ def exact_match(gold, text):
 
 
 def answer_f1(gold, text):
-    """F1 over the words of two normalized answers; if one has none, 1 if neither has (as in the
-    official script of v2.0)."""
+    """F1 over the words of two normalized answers; 1 if both are empty (as in the official script
+    of v2.0)."""
     gold, text = gold.split(), text.split()
     if gold == text:
         return 1.0

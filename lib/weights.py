@@ -15,7 +15,7 @@ def load_strict(module, weights, path):
 
 
 def warm_start(module, checkpoint, path) -> dict:
-    """Copy what fits of a checkpoint's weights into a module (with `.encoder`) that may have
+    """Copy the weights of a checkpoint that fit into a module (with `.encoder`) that may have
     another positional scheme, objective or max_len.
 
     Weights are matched by name, so those of another scheme keep their initialization (Wang 2021
@@ -50,7 +50,7 @@ def warm_start(module, checkpoint, path) -> dict:
         elif added and sizes and all(b - a in (0, added, 2 * added) for a, b in sizes):
             grow(target, given[key], old_len, added)
             done["grown"].append(key)
-        else:  # missing there, or a head with other classes
+        else:  # not in the checkpoint, or a head with other classes
             done["new"].append(key)
     return done
 

@@ -29,8 +29,8 @@ from tools.hf import SIZES, transformers
 FILE = Path(__file__).with_name("bench-race.json")
 WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
 POINTS = 20  # of a model's curve
-# transformers' classes, with what their users would set: RoBERTa's positions at the input, T5's
-# bias in addition, DeBERTa-v3's relative ones.
+# transformers' classes, as their users would set them. RoBERTa adds positions at the input, MPNet
+# also adds T5's bias, and DeBERTa-v3 uses relative positions.
 PEERS = {
     "RobertaForMaskedLM": dict(type_vocab_size=1, attn_implementation="sdpa"),
     "MPNetForMaskedLM": {},
@@ -78,7 +78,7 @@ def build(name, args, vocab_size):
 
 
 def start(name, args, corpus, batches):
-    """-> a new model and step(number, lr), which makes train.py's step and returns its seconds."""
+    """-> a new model and step(number, lr), which runs one training step and returns its seconds."""
     torch.manual_seed(args.seed)
     model = build(name, args, corpus.vocab_size).to(args.device).train()
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -111,14 +111,14 @@ def start(name, args, corpus, batches):
 
 
 def step_times(names, args, corpus, batches):
-    """-> {name: ms per step}, the median over rounds in which every model makes a step."""
+    """-> {name: ms per step}, the median over rounds in which every model takes a step."""
     steps = [start(name, args, corpus, batches)[1] for name in names]
     rounds = [[step(0, 0.0) for step in steps] for _ in range(WARMUP_ROUNDS + ROUNDS)]
     return {name: 1e3 * median(x) for name, x in zip(names, zip(*rounds[WARMUP_ROUNDS:]))}
 
 
 def train_for(steps, name, args, corpus, batches):
-    """Train a model for so many steps -> what its row says of it."""
+    """Train a model -> the numbers of its row."""
     model, step = start(name, args, corpus, batches)
     warmup = min(args.warmup, steps // 3)
     schedule = argparse.Namespace(lr=args.lr, warmup=warmup, steps=steps)
@@ -143,7 +143,7 @@ def race(minutes, schemes, args):
     threads = torch.get_num_threads()
     machine = f"{platform.processor() or platform.machine()}, {threads} threads"
     machine = f"{machine}, torch {torch.__version__}, {dtype}"
-    # What makes rows comparable; others may be in the same file.
+    # Rows are comparable if these are equal; the file may hold others.
     conditions = {"race": minutes, "preset": args.preset, "seed": args.seed, "lr": args.lr}
     conditions |= {"dtype": dtype, "batch_size": args.batch_size, "block_size": args.block_size}
     conditions |= {"mask_rate": args.mask_rate, "threads": threads}
@@ -174,7 +174,7 @@ def race(minutes, schemes, args):
 
 def main(argv=None):
     parser = Parser("-m results.race", __doc__)
-    parser.add_argument("minutes", type=float, help="of training, for each model")
+    parser.add_argument("minutes", type=float, help="minutes of training for each model")
     parser.add_argument("--pe", default="abs,tupe_r", help="schemes (default: abs,tupe_r)")
     with catch_errors() as status:
         given, more = parser.parse_known_args(argv)

@@ -1,11 +1,11 @@
-"""The rows behind docs/results.md: made here and printed here. tables.txt lists the runs.
+"""Make and print the rows behind docs/results.md. tables.txt lists the runs.
 
     python -m results.run                    # print every table, from runs.jsonl
-    python -m results.run first              # train twelve schemes; prints them beside our figures
+    python -m results.run first              # train twelve schemes and compare with our losses
     python -m results.run pplm               # run what a table lacks; the same command resumes
     python -m results.run pplm-3e-3          # one run, all seeds (pplm-3e-3-s1: one seed)
-    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU; it says
-                                             # first how many hours that takes
+    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU; prints
+                                             # the hours that it takes first
 
 Some tables need text to train on, GLUE, or minimal pairs:
 
@@ -93,7 +93,7 @@ TABLES = read_tables((HERE / "tables.txt").read_text())
 
 
 def find(name):
-    """-> the first table that has a run, and the run's flags of train.py there, which count."""
+    """-> the first table that has a run, and the train.py flags used there."""
     for table, runs in TABLES.items():
         if name in runs:
             return table, runs[name][0]
@@ -117,9 +117,9 @@ def commands(table, name, root=OUT):
     if home in WEB:
         flags += ' --dataset "$TEXT" --tokenizer bpe'
     parts = {"train": f"python train.py {flags} --resume --out_dir {out}"}
-    if tuned or table not in PAPERS:  # else the run only serves as the start of others
+    if tuned or table not in PAPERS:  # else the run only initializes other runs
         parts["probe"] = f"python -m tools.probe --ckpt {out}"
-    if "--keep_every 500 " in f"{flags} ":
+    if "--keep_every" in flags and table not in PAPERS:
         parts["dynamics"] = f"python -m tools.probe --dynamics {out}"
     if table == "lengths":
         parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths 128,256,512"
@@ -130,7 +130,7 @@ def commands(table, name, root=OUT):
     for task, given, share, step in fine_tunings(tuned, steps):
         if "GLUE" in os.environ and task != "docs":
             if not Path(os.environ["GLUE"], finetune.TASKS[task].folder).exists():
-                continue  # check_data has said so
+                continue  # check_data has printed this
             given += ' --data_dir "$GLUE"'
         start, to = (out, out) if share == "1" else (out / f"ckpt_{step}.pt", out / f"at_{share}")
         command = f"python finetune.py --task {task} {given} --ckpt {start} --out_dir {to}"
@@ -139,7 +139,7 @@ def commands(table, name, root=OUT):
 
 
 def missing(table, name, row):
-    """-> {part: command} of what a run's row, or None, lacks."""
+    """-> {part: command} for what a run's row lacks (None: there is no row yet)."""
     there = row["commands"] if row else {}
     return {part: x for part, x in commands(table, name).items() if part not in there}
 
@@ -185,7 +185,7 @@ def call(command, folder):
 
 
 def run_parts(folder, parts):
-    """Run {part: command}, except for what the folder's done.json says is done there."""
+    """Run {part: command}, except for those that the folder's done.json lists."""
     notes = folder / "done.json"
     done = read_json(notes) if notes.exists() else {}
     for part, command in parts.items():
@@ -196,8 +196,8 @@ def run_parts(folder, parts):
 
 
 def train_run(name, more, root=OUT):
-    """Train a run, after those that it is initialized from. A run that is there is resumed, or
-    refused by train.py if it came from other flags."""
+    """Train a run, after those that it is initialized from. An existing run is resumed;
+    train.py refuses if its flags differ."""
     command = commands(find(name)[0], name, root)["train"] + more
     for start in re.findall(rf"--init_\w+ {OUT}/(\S+)", command):
         train_run(start, more)
@@ -213,8 +213,8 @@ def make_row(table, name, more):
     log = read_jsonl(OUT / name / "log.jsonl")
     if row and (not log or log[-1].get("val_loss") != row["val_loss"]):
         print(
-            f"{name}: not done: {', '.join(parts)}. The weights of its row are not here; "
-            "to make it again, delete its line of results/runs.jsonl"
+            f"{name}: skipped {', '.join(parts)}, because the run's weights are not here; "
+            "to train it again, delete its line in results/runs.jsonl"
         )
         return
     train_run(name, more)
@@ -236,7 +236,7 @@ def curve(lines, *keys):
 
 
 def machine(precision):
-    """What a figure may depend on. precision: [kind of device, dtype]."""
+    """The hardware and software that a result may depend on. precision: [kind of device, dtype]."""
     info = Path("/proc/cpuinfo")
     name = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
     processor = name[1] if name else platform.processor()
@@ -263,7 +263,7 @@ def collect(folder):
     row |= {key: value for key, value in last.items() if key.startswith("val_")}
     for file in folder.glob("*/*.json"):  # of probe, dynamics, blimp and lengths
         found = read_json(file)
-        row |= {key: found[key] for key in ("words", "mlm", "lengths") if key in found}
+        row |= {key: found[key] for key in ("words", "mlm", "lengths", "spread") if key in found}
         if file.name == "blimp.json":
             row["blimp"] = found
         if "map" in found:
@@ -272,10 +272,11 @@ def collect(folder):
             row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
         if "steps" in found:
             row["contexts"] = curve(found["steps"], "contextual score")
+            row["spreads"] = [[x["step"], float(f"{x['spread']:.3g}")] for x in found["steps"]]
     row["scores"], row["collapsed"] = {}, []
     results = {}
     for file in [folder / "results.jsonl", *folder.glob("at_*/results.jsonl")]:
-        for x in read_jsonl(file):  # a task that was interrupted has some twice
+        for x in read_jsonl(file):  # an interrupted task may have some rows twice
             results[x["task"], x["step"], x["lr"], x["seed"]] = x
     for (_, task), runs in finetune.best_runs(results.values(), statistics.median).items():
         share = runs[0]["step"] / last["step"]
@@ -287,7 +288,7 @@ def collect(folder):
 
 
 def run_first(more):
-    """`first`: train the reader's own twelve schemes, and print them beside our rows."""
+    """`first`: train twelve schemes here, and print their losses beside ours."""
     ours, lines, root = all_rows(), [], Path("out/first")
     for name in [without_seed(name) for name in TABLES["docs"] if name.endswith("-s2")]:
         train_run(f"{name}-s1337", more, root)
@@ -362,7 +363,7 @@ def main(argv=None):
         for table, name in wanted:
             try:
                 make_row(table, name, more)
-            except RunFailed as error:  # the other runs do not depend on it
+            except RunFailed as error:  # continue with the other runs
                 failed.append(str(error))
                 print(f"failed: {error}", flush=True)
         if "first" in asked:

@@ -17,7 +17,7 @@ from tools.probe import draw_terms
 PLATEAU = {"docs": 5.5, "web": 6.2}
 # Recipes whose papers report the mean over fine-tuning seeds; the others report the median.
 MEAN = {"taco", "bert"}
-# What the papers' tables report: RPP MNLI, CoLA and QNLI; the others the mean over GLUE.
+# Published scores: RPP reports MNLI, CoLA and QNLI, the others the mean over GLUE.
 # fmt: off
 PUBLISHED = {
     "rpp-mlm": "mnli .597, cola .614, qnli .666", "rpp-pmlm": ".612, .618, .642",
@@ -50,8 +50,17 @@ def leaves_plateau(row):
     return f"{steps[0]:,}" if steps else "never"
 
 
+def uses_tokens(row):
+    """The first step at which the training loss of pplm is .02 below the copy baseline."""
+    level = copy_baseline(row)
+    if row["args"]["objective"] != "pplm" or level is None:
+        return None
+    steps = [step for step, value in row["curve"] if value < level - 0.02]
+    return f"{steps[0]:,}" if steps else "never"
+
+
 def scheme_parameters(row):
-    """Without those of the pair head, which is layer n_layer."""
+    """The scheme's parameters, without those of the pair head (layer n_layer)."""
     cfg = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
     named, pair_head = Encoder(cfg).scheme.named_parameters(), f".layers.{cfg.n_layer}."
     return f"{sum(p.numel() for name, p in named if pair_head not in name):,}"
@@ -72,7 +81,7 @@ def copy_baseline(row):
 COLUMNS = {
     "scheme parameters": scheme_parameters,
     "loss": loss,
-    # On text seen once: a learning rate chosen by it is chosen on training documents.
+    # Where text is seen once, this can select a learning rate without validation text.
     "last 200 steps": lambda row: statistics.mean(value for _, value in row["curve"][-2:]),
     "mlm loss": lambda row: row.get("val_mlm"),
     "at true positions": lambda row: row.get("mlm"),
@@ -84,11 +93,13 @@ COLUMNS = {
     "shuffled tokens": lambda row: row["words"]["shuffled"],
     "AUC": lambda row: row["words"]["auc"],
     "leaves plateau at": leaves_plateau,
+    "uses tokens at": uses_tokens,
     "AIV": lambda row: row["indicators"].get("aiv"),
     "OPR": lambda row: row["indicators"].get("opr"),
     "BLiMP": all_pairs,
     "order-only": lambda row: row.get("blimp", {}).get("order_only"),
     "contextual score": lambda row: row["contexts"][-1][1] if row.get("contexts") else None,
+    "spread": lambda row: f"{row['spread'][-1]:.2g}" if row.get("spread") else None,
     "published": lambda row: PUBLISHED.get(row["run"]),
     "minutes": lambda row: f"{row['minutes']:.0f}",
 }
@@ -100,7 +111,7 @@ SHOWN = {
     "pplm": TOKENS,
     "plateau": f"{TOKENS}|AIV",
     "rates": "loss|last 200 steps",
-    "classroom": "loss|copy|knowing what moved|random tokens|shuffled tokens|AUC|minutes",
+    "classroom": "loss|copy|random tokens|shuffled tokens|AUC|spread|uses tokens at|minutes",
     "lengths": "loss",
     "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|BLiMP|order-only",
     "taco": "mlm loss|loss|minutes",
@@ -140,7 +151,7 @@ def print_table(lines):
 
 
 def scores(rows, recipe, share=""):
-    """-> {metric: "median (min - max); the same of the next pre-training seed"} of models that were
+    """-> {metric: "median (min - max); the next pre-training seed's"} of models that were
     fine-tuned after this share of the steps."""
     middle = statistics.mean if recipe in MEAN else statistics.median
     found, first = {}, {}
@@ -220,8 +231,8 @@ def best_recipes(lines):
 
 def own_rates(rows):
     """Each scheme at the common learning rate and at its own, the one with the lowest training loss
-    in the last 200 of 1,500 steps (seed 1337): text seen once, so nothing is tuned on validation
-    text."""
+    in the last 200 of 1,500 steps (seed 1337). Their text is seen once, so nothing is tuned on
+    validation text."""
     by_rate, chosen, lines = {}, {}, {}
     for row in rows:
         args = row["args"]
@@ -241,10 +252,10 @@ def own_rates(rows):
 def correlations(rows):
     """Wang 2021's table 5 and figure 5, over schemes instead of tasks.
 
-    How far a property is violated (AIV, SD; OPR and DB among so many neighbors), correlated with
-    minus the loss: Pearson's r with its 95% interval, and the r of ranks. A point is the mean over
-    the seeds of a scheme, without `none`; first all schemes, then those that have learned order (a
-    loss below 6 nats). A positive r means that models that violate the property are better.
+    Correlates AIV, SD, and OPR and DB over n neighbors with minus the loss: Pearson's r with its
+    95% interval, and Spearman's. A point is the mean over the seeds of a scheme, without `none`;
+    first for all schemes, then for those that have learned order (a loss below 6 nats). A positive
+    r means that schemes with a higher indicator have lower losses.
     """
     found = []
     for row in rows:
@@ -332,7 +343,7 @@ def label_ends(axes, ends):
     names = sorted(ends, key=lambda name: ends[name][1][1])
     index = 0.045 * (high - low) * np.arange(len(names))
     free = np.array([ends[name][1][1] for name in names]) - index
-    # The mean of two layouts: pushed up where a name would cover the one below, and pushed down.
+    # The mean of two layouts: one pushes overlapping names up, the other pushes them down.
     up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
     for name, y in zip(names, index + (up + down) / 2):
         line, (x, _) = ends[name]

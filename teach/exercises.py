@@ -1,12 +1,12 @@
-"""Exercises: write one method of this project again, and check that it does what the paper says.
+"""Exercises: rewrite one method of this project, and check that it does what the paper says.
 
     python -m teach.exercises                          # list the exercises
     python -m teach.exercises tupe                     # copy the project, without that method
     python -m teach.exercises --grade exercises/tupe   # run the tests; exit code 0 if all pass
 
 The copy holds the core, teach/naive.py (the equations as loops over pairs of tokens) and the tests.
-Grading takes the student's file and the original of everything else. If a test fails, it shows
-where the student's method first returns something else than the original on the same input.
+Grading uses the student's file and the original of everything else. If a test fails, it shows
+where the student's method first differs from the original on the same input.
 """
 
 import copy
@@ -41,7 +41,7 @@ class Exercise(NamedTuple):
     methods: list  # the methods to write
     source: str  # of the equation
     task: str  # becomes the comment in the stub
-    tests: str  # the tests of test_all.py that decide, as pytest's -k
+    tests: str  # pytest's -k for the tests of test_all.py that grade it
 
 
 EXERCISES = {
@@ -74,7 +74,7 @@ EXERCISES = {
         "model.py",
         ["reset_cls"],
         "TUPE eq 9",
-        "-> (B, H, L, L), a new tensor. [CLS] is token 0. Cell (0, 0) belongs to the row.",
+        "-> (B, H, L, L), a new tensor. [CLS] is token 0. Cell (0, 0) counts as part of row 0.",
         "attention_equals_triple_loop and (untie_cls or tupe)",
     ),
     "rotary": Exercise(
@@ -103,8 +103,8 @@ EXERCISES = {
         "objectives.py",
         ["MLM.corrupt"],
         "BERT sec 3.1",
-        "select(eligible, rate, generator, starts) gives slots and valid (B, k). starts is None, "
-        "or, if self.starts is not None, (B, L) bool: where a word begins. self.starts[0] (V,) "
+        "select(eligible, rate, generator, starts) gives slots and valid (B, k). starts (B, "
+        "L) is True where a word begins; it is None if self.starts is None. self.starts[0] (V,) "
         "says which tokens begin a word, self.starts[1] after which tokens one begins. 80% of the "
         "valid slots show self.mask_id, 10% a random ordinary token (an id below "
         "vocab_size - N_SPECIALS), 10% the original one; slots that are not valid keep theirs. "
@@ -120,7 +120,7 @@ EXERCISES = {
         "corrupt: select(eligible, rate, generator) gives slots and valid (B, k); batch['pos'] is "
         "(B, L), the true positions except at the slots. assign: the valid slots of a sequence get "
         "each other's positions, in random order; the others keep theirs. Tokens do not move. "
-        "Without a loop over sequences: sort random numbers.",
+        "Do not loop over sequences; sort random numbers.",
         "pplm_permutes or no_special_is_selected",
     ),
     "pair_loss": Exercise(
@@ -251,7 +251,7 @@ def grade(folder):
                 command, cwd=temporary, capture_output=True, text=True, timeout=TIMEOUT
             )
         except subprocess.TimeoutExpired:
-            message = f"not finished after {TIMEOUT} s: an endless loop?"
+            message = f"not finished after {TIMEOUT} s: an infinite loop?"
             return name, {"passed": 0, "total": 0, "message": message}
         if not (temporary / "result.json").exists():
             raise ValueError(f"the tests did not run: {run.stderr[-300:]}")
@@ -279,7 +279,7 @@ def check(name, original):
 
 
 class Watch:
-    """A pytest plugin: the outcome of every test, and a message about the first that fails."""
+    """A pytest plugin that keeps every test's outcome, and a message about the first failure."""
 
     def __init__(self):
         self.outcomes = []
@@ -294,14 +294,14 @@ class Watch:
             self.outcomes.append(report.passed)
         if report.failed and not self.message:
             details = self.difference or report.longreprtext
-            self.message = f"the first that fails: {report.nodeid}\n{details}"
+            self.message = f"first failure: {report.nodeid}\n{details}"
 
     def pytest_collectreport(self, report):
         if report.failed:
             self.message = report.longreprtext
 
     def compare(self, file, name, original):
-        """Replace the student's function by one that also calls the original on the same input."""
+        """Make the student's function also call the original on the same input."""
         module = file.removesuffix(".py").replace("/", ".")
         owner, reference = importlib.import_module(module), load_module(original / file)
         *classes, method = name.split(".")
@@ -324,7 +324,7 @@ class Watch:
                     result, expected, rtol=1e-4, atol=1e-6, equal_nan=True, check_dtype=False
                 )
             except (AssertionError, TypeError, ValueError) as error:
-                self.difference = f"{name} returns another result than the original. {error}"
+                self.difference = f"{name} does not return what the original returns. {error}"
             return result
 
         setattr(owner, method, staticmethod(both) if is_static else both)
@@ -353,7 +353,7 @@ def print_list():
     print(f"{'name':12} {'minutes':>7}  {'equation':26}{'write':18}")
     for name, e in EXERCISES.items():
         print(f"{name:12} {e.minutes:7}  {e.source:26}{e.file:18}{', '.join(e.methods)}")
-    print("\npython -m teach.exercises NAME makes a copy of the project in which you write it.")
+    print("\npython -m teach.exercises NAME copies the project; write the method there.")
 
 
 def print_grade(name, result):
@@ -368,8 +368,8 @@ def main(argv=None):
     with catch_errors():
         parser = Parser("-m teach.exercises", __doc__)
         parser.add_argument("name", nargs="?", help="copy the project for this exercise")
-        parser.add_argument("folder", nargs="?", help="to this folder (default: exercises/NAME)")
-        parser.add_argument("--grade", metavar="FOLDER", help="run the tests on what is in it")
+        parser.add_argument("folder", nargs="?", help="of the copy (default: exercises/NAME)")
+        parser.add_argument("--grade", metavar="FOLDER", help="run the tests on this copy")
         args = parser.parse_args(argv)
         if args.grade and args.name:
             raise ValueError("give a NAME or --grade FOLDER, not both")

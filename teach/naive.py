@@ -3,8 +3,8 @@
 A sequence has L tokens, and token 0 is [CLS]. In attention, token i (the query) attends to every
 token j (the key); how strongly is given by a number s_ij, the logit. Without positions the logit is
 q_i . k_j / sqrt(D), which depends on the tokens alone: if the sequence is shuffled, the same logits
-appear in another order. So the model has to be given each token's position. This file has all the
-ways of doing so that model.py implements; model.py computes the same logits for all pairs at once.
+appear in another order. So the model has to be given each token's position. This file has every
+way of doing so that model.py implements; model.py computes the same logits for all pairs at once.
 
 Notation, for one head of one layer: q_i is the query of token i, k_j the key of token j, v_j its
 value, vectors of D numbers each. pos[i] is the position assigned to token i, or MASKED, and
@@ -19,8 +19,8 @@ of this layer uses them:
     w.theta      two numbers for [CLS]: the first for its row, the second for its column
     w.w          the frequencies of sin and lsin
 
-RPP is the paper on relative position prediction, TUPE Ke et al. (2021), Wang 2021 "On Position
-Embeddings in BERT".
+RPP is the paper on relative position prediction (Brüel-Gabrielsson & Scarvelis 2022), TUPE is Ke
+et al. (2021), and Wang 2021 is "On Position Embeddings in BERT".
 """
 
 from math import cos, log, sin, sqrt
@@ -124,7 +124,7 @@ def offset_row(r, masked):
 
 def bucket(r):
     """T5's bucket of the offset r: 16 per sign; the first 8 hold one distance each, the others
-    ranges that grow logarithmically up to 128."""
+    logarithmically spaced ranges up to 128."""
     first, distance = (16, r) if r > 0 else (0, -r)
     if distance < 8:
         return first + distance
@@ -168,7 +168,7 @@ def mlm_loss(logits, tokens, selected):
 def pplm_loss(pair_logits, L, eligible):
     """Predict the true offset of each ordered pair of tokens, when some tokens were given each
     other's positions (RPP sec 3.1). pair_logits(i, j) -> logits (2L-1,) of the offsets 1-L ... L-1;
-    eligible[i]: token i is not a special token, which are not scored."""
+    eligible[i]: token i is not special; special tokens are not scored."""
     losses = []
     for i in range(L):
         for j in range(L):

@@ -1,4 +1,4 @@
-"""Measure the time and memory of a training step, of ours and of transformers' RoBERTa.
+"""Measure the time and memory of a training step, for our models and transformers' RoBERTa.
 
     python -m tools.bench --pe all                          # every scheme, relative to abs
     python -m tools.bench --objective all --preset rpp      # every objective, relative to mlm
@@ -6,16 +6,16 @@
     python -m tools.bench --agree --pe all --dtype float16  # losses and gradients against a CPU's
 
 A step is corruption, forward, backward, clipping and update, on random tokens. Two models take
-turns, one step each, so that a change in the speed of the machine affects both; their relative
-speed is the median over these pairs of steps, printed with its middle half. Peak memory is that of
-a new process.
+turns, one step each, so that a change in the speed of the device affects both; their relative
+speed is the median over these pairs of steps, with its interquartile range. Peak memory is that
+of a new process.
 
 The peer is RobertaForMaskedLM as its users train it: the masking of
 DataCollatorForLanguageModeling, logits at every position, SDPA, and no attention mask, since no
 sequence is padded. Sizes, dropout, autocast, fused AdamW and clipping are ours.
 
-The objective mlm_full is mlm with its head at every token: RPP compares the cost of position
-prediction with that of a softmax over the vocabulary.
+The objective mlm_full is mlm with its head at every token, because RPP compares the cost of
+position prediction with that of a softmax over the vocabulary.
 """
 
 import itertools
@@ -50,7 +50,7 @@ SIZES = ("batch_size", "block_size", "mask_rate")
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """The flags; with a single scheme and objective, what one row measures."""
+    """The flags. With a single scheme and objective, it describes one row."""
 
     pe: str = setting("abs", "schemes separated by commas, or all")
     objective: str = setting("mlm", "objectives separated by commas, or all")
@@ -64,7 +64,7 @@ class BenchConfig:
     device: str | None = DEVICE
     dtype: str | None = DTYPE
     compile: bool | None = setting(None, "use torch.compile (default: --peer measures both)")
-    json: str | None = setting(None, "file for the rows", PATH)
+    json: str | None = setting(None, "write the rows to this JSON file", PATH)
 
     __post_init__ = validate_config
 
@@ -102,7 +102,7 @@ def build(v):
 
 def build_peer(cfg):
     """EncoderConfig -> RobertaForMaskedLM of the same size."""
-    from tools.hf import SIZES as NAMES  # here, because it takes seconds and memory
+    from tools.hf import SIZES as NAMES  # not at the top: it takes seconds and memory
     from tools.hf import transformers
 
     if transformers is None:
@@ -173,7 +173,7 @@ def make_step(v):
 
 def time_in_turns(*variants):
     """-> for each variant, the seconds of its timed steps."""
-    torch._dynamo.reset()  # the graphs of earlier variants count towards its limit
+    torch._dynamo.reset()  # else earlier variants count towards the recompile limit
     steps = [make_step(v) for v in variants]
     rounds = [[step() for step in steps] for _ in range(WARMUP + variants[0].pairs)]
     return list(zip(*rounds[WARMUP:]))
@@ -201,7 +201,7 @@ def compare(groups):
     keep_memory()
     print(
         f"{'':14}{'pe':19}{'objective':12}{'B x L':>10}{'ms/step':>10}{'tokens/s':>11}"
-        f"{'peak MB':>9}  speed (middle half)"
+        f"{'peak MB':>9}  speed (quartiles)"
     )
     for reference, variant in groups:
         timed = time_in_turns(reference, variant)
@@ -238,9 +238,7 @@ def agree(variants):
     """Yield for each variant how far the loss and the gradient of one batch are from those of a CPU
     in float32: the difference of the losses, and the norm of the gradients' difference over the
     gradient's norm."""
-    print(
-        f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'difference':>12}{'of the gradient':>17}"
-    )
+    print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'difference':>12}{'gradient error':>17}")
     for v in variants:
         torch.manual_seed(0)
         model, cfg, args = build(v)
@@ -292,7 +290,7 @@ def measurements(args):
     pairs = itertools.product(pes, objectives)
     variants = [replace(args, pe=x, objective=y, peer=None, compile=compiling[0]) for x, y in pairs]
     for v in variants:
-        with torch.device("meta"):  # no memory, no time
+        with torch.device("meta"):  # only checks the combination
             build(v)
     if args.agree:
         return agree(variants)

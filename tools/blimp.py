@@ -1,9 +1,9 @@
-"""Minimal pairs: of two sentences, which one does a model find more likely?
+"""Minimal pairs: which of two sentences does a model find more likely?
 
     python -m tools.blimp --ckpt RUN --pairs blimp/data
 
-The folder holds .jsonl files, also compressed (.xz, .gz), with sentence_good and sentence_bad, such
-as data/*.jsonl of huggingface.co/datasets/alexwarstadt/blimp (BLiMP, Warstadt et al. 2020). No
+The folder holds .jsonl files (or .xz, .gz) with sentence_good and sentence_bad, such as
+data/*.jsonl of huggingface.co/datasets/alexwarstadt/blimp (BLiMP, Warstadt et al. 2020). No
 training is needed. Which score is used depends on the objective:
 
 mlm                   pseudo-log-likelihood: each token masked in turn (Salazar et al. 2020)
@@ -53,14 +53,14 @@ def read_pairs(path):
             rows = pandas.read_json(
                 file, lines=True, dtype=False, convert_dates=False, encoding="utf-8-sig"
             )
-        except Exception as error:  # JSON, encodings and decompressors have many kinds
+        except Exception as error:  # parsers and decompressors raise many kinds of errors
             raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
         rows = rows.reindex(columns=["sentence_good", "sentence_bad", "UID", "linguistics_term"])
         rows.columns = "good bad paradigm phenomenon".split()
         if not rows[["good", "bad"]].map(lambda x: isinstance(x, str) and x.strip()).all(axis=None):
             raise ValueError(f"{file}: every line needs texts sentence_good and sentence_bad")
         rows["paradigm"] = rows.paradigm.fillna(os.path.basename(file).partition(".jsonl")[0])
-        # The paradigms of s-selection belong to one of the paper's 12 phenomena.
+        # The paper counts the s-selection paradigms under argument structure.
         rows["phenomenon"] = rows.phenomenon.fillna(rows.paradigm)
         rows["phenomenon"] = rows.phenomenon.replace("s-selection", "argument_structure")
         tables.append(rows)
@@ -70,7 +70,7 @@ def read_pairs(path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Scores: tokens (B, L) -> (B,), the higher the more likely; float64, so that the sums of equal
+# Scores: tokens (B, L) -> (B,), the higher the more likely; float64, so that sums of the same
 # numbers in another order tie
 
 
@@ -96,8 +96,8 @@ def log_likelihood(model, tokens):
 
 
 def offset_likelihood(model, tokens):
-    """Position objectives: the mean log-probability of the true offset of all pairs, every token
-    having its true position (pmlm: a masked one)."""
+    """Position objectives: the mean log-probability of the true offset over all pairs, with
+    every token at its true position (pmlm: at a masked one)."""
     objective, (B, L) = position_objective(model), tokens.shape
     index = torch.arange(L, device=tokens.device)
     pos = index.expand(B, L).clone()
@@ -158,7 +158,7 @@ def score_pairs(model, pairs):
     """-> what blimp.json holds. Pairs that are too long for the model are left out. Raises
     ValueError if all are."""
 
-    def encode(text):  # with a space, so that the first word has the token it has elsewhere
+    def encode(text):  # with a space, as before a word inside a sentence
         return model.encoder.tokenizer.encode_ordinary(" " + text.strip())
 
     ids = pairs[["good", "bad"]].map(encode)
@@ -176,7 +176,7 @@ def score_pairs(model, pairs):
 def main(argv=None):
     with catch_errors():
         parser = Parser("-m tools.blimp", __doc__)
-        parser.add_settings("what is scored", BlimpConfig)
+        parser.add_settings("flags", BlimpConfig)
         args = parser.parse_args(argv, BlimpConfig())
         keep_memory()
         if not args.pairs:

@@ -86,7 +86,7 @@ def compare_hidden_states(encoder, theirs, their_ids):
     difference = (encoder.eval()(ids) - hidden).abs().max()
     print(f"checked: the hidden states of two random sequences differ by {difference:.1e} at most")
     if not difference < 1e-3:
-        raise ValueError(f"transformers {transformers.__version__} computes something else")
+        raise ValueError(f"transformers {transformers.__version__} gives other hidden states")
 
 
 def token_names(arguments):
@@ -120,7 +120,7 @@ def match_ids(tokenizer, size, names):
     their_ids = [ids.get(name) for name in names[:-4]]
     remaining = sorted(set(range(size)) - set(their_ids))
     if None in their_ids or len(remaining) != 4:
-        raise ValueError(f"{tokenizer.name_or_path}: its tokens are not GPT-2's and 8 specials")
+        raise ValueError(f"{tokenizer.name_or_path}: its tokens are not GPT-2's plus 8 specials")
     return their_ids + remaining
 
 
@@ -180,16 +180,16 @@ def new_model(run, encoder, checkpoint):
     cfg, weights, task = encoder.config, checkpoint["model"], "task" in checkpoint
     components = set(parse_pe(cfg.pe))
     kinds = [kind for pe, kind in ARCHITECTURES.items() if set(parse_pe(pe)) == components]
-    # RoFormer's classification head has a GELU, and that of spans is a single layer.
+    # RoFormer's classification head has a GELU, and our span head is a single layer.
     other_head = task and (kinds == ["roformer"] or "head.4.weight" not in weights)
     if not kinds or other_head or cfg.norm != "post" or "objectives.clm.bias" in weights:
         raise ValueError(
-            f"{run}, --pe {cfg.pe}: transformers has no such model. What can be exported: "
-            f"{', '.join(ARCHITECTURES)}; no clm, no --norm pre; fine-tuned: no rope, no SQuAD"
+            f"{run}, --pe {cfg.pe}: transformers has no such model. Schemes to export: "
+            f"{', '.join(ARCHITECTURES)}; not clm or --norm pre, nor rope or SQuAD if fine-tuned"
         )
     config = ROBERTA | {name: getattr(cfg, ours) for ours, name in SIZES.items()}
     config |= {"model_type": kinds[0], "max_position_embeddings": cfg.max_len + 2}
-    if encoder.scheme.token_scale != 1:  # sin, lsin: at the input only, so there are two tables
+    if encoder.scheme.token_scale != 1:  # sin, lsin scale the input embeddings only, so untie them
         config["tie_word_embeddings"] = False
     if task:
         config["id2label"] = dict(enumerate(checkpoint["classes"] or ["score"]))

@@ -3,7 +3,7 @@
     python -m tools.lengths --ckpt RUN --lengths 64,128,256
 
 Every length uses the same text of the run's validation data with the same masked tokens, cut into
-sequences of that length. Prints and writes the loss in all and by position, as lengths.json.
+sequences of that length. Prints the mean loss and the loss by position, and writes lengths.json.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ def parse_lengths(text):
 
 
 def masked_text(corpus, mlm, longest):
-    """Sequences of the longest length from all over the validation text, joined and masked once as
-    in training -> the masked tokens (N,), the original ones (N,), which are masked (N,) bool."""
+    """Join sequences of the longest length from all over the validation text, and mask them once,
+    as in training -> the masked tokens (N,), the original ones (N,), is masked (N,) bool."""
     sequences = validation_sequences(corpus, max(1, TEXT_TOKENS // longest), longest)
     text = sequences[:, 1:-1].reshape(1, -1)
     batch = new_batch(text, corpus.vocab_size)
@@ -52,7 +52,7 @@ def masked_text(corpus, mlm, longest):
 
 @torch.no_grad()
 def losses_by_position(model, text, length):
-    """The text is cut into sequences of `length` tokens -> the positions of its masked tokens (N,)
+    """Cut the text into sequences of `length` tokens -> the positions of its masked tokens (N,)
     and their losses in nats (N,), as arrays. Raises ValueError if the model has a table of
     positions that is too short."""
     encoder, mlm, n = model.encoder, model.objectives["mlm"], length - 2
@@ -68,8 +68,8 @@ def losses_by_position(model, text, length):
             hidden = encoder(x)[:, 1:-1][at]  # (N, C)
         except ValueError:  # Positions.table_rows
             raise ValueError(
-                f"--lengths {length}: the position table of pe {cfg.pe} ends at {cfg.max_len}; a "
-                "few more steps of training extend it: python train.py --init_from RUN "
+                f"--lengths {length}: the position table of pe {cfg.pe} ends at {cfg.max_len}; "
+                "to extend it, train a few more steps: python train.py --init_from RUN "
                 f"--block_size {length}"
             ) from None
         logits = mlm.token_logits(encoder, hidden)
@@ -80,7 +80,7 @@ def losses_by_position(model, text, length):
 def main(argv=None):
     with catch_errors():
         parser = Parser("-m tools.lengths", __doc__)
-        parser.add_settings("what is scored", LengthsConfig)
+        parser.add_settings("flags", LengthsConfig)
         args = parser.parse_args(argv, LengthsConfig())
         keep_memory()
         lengths, path = parse_lengths(args.lengths), args.ckpt or newest_run()

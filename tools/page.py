@@ -2,10 +2,10 @@
 
     python -m tools.page RUN RUN out/page.html  # run folders or checkpoint files, side by side
     python -m tools.page out/page.html          # the newest run under out/
-    python -m tools.page RUN out/small.pt       # instead, a checkpoint in 16 bits, to be shared
+    python -m tools.page RUN out/small.pt       # writes a 16-bit checkpoint to share instead
 
 The page restores the order of a shuffled sentence, predicts masked tokens and draws attention. The
-models are computed in the page: tools/page.html is its source, with the encoder, its heads and the
+models run in the page itself: its source, tools/page.html, has the encoder, its heads and the
 tokenizer in plain JavaScript. This program fills in the data:
 
     weights   named as in the checkpoint, in 16 bits
@@ -14,9 +14,9 @@ tokenizer in plain JavaScript. This program fills in the data:
               hooks `embed` and `bias` works; rope is computed in the page
     tokens    of the tokenizer, which all runs of a page share
 
-Such a checkpoint has no optimizer state, so it is a sixth of the size of the run's. All
+A 16-bit checkpoint has no optimizer state and is a sixth of the size of the run's. All
 programs that take --ckpt accept it (their results go to its folder unless --out_dir is given).
-docs/demo.html and docs/demo.pt are made from the README's last run on a laptop.
+docs/demo.html and docs/demo.pt come from the README's mlm+pplm run.
 """
 
 import base64

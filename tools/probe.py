@@ -3,26 +3,28 @@
     python -m tools.probe                        # the newest run under out/ (or --ckpt RUN)
     python -m tools.probe --runs 'out/*'         # compare runs: tables, and the maps of all
     python -m tools.probe --pe t5,rope,alibi     # untrained schemes (or all); needs no run
-    python -m tools.probe --dynamics RUN         # over the checkpoints of train.py --keep_every
+    python -m tools.probe --dynamics RUN         # similarity of contexts, over checkpoints
     python -m tools.probe --terms --ckpt RUN --text '...'   # attention logits, term by term
     python -m tools.probe --terms RUN RUN2       # the same for two runs, one below the other
 
 The identical-word probe (Wang 2021, sec 4.2 and app. B) feeds sequences [CLS] w ... w [SEP], in
 which only the positions differ, and averages the attention of layer 1 over heads and 300 words. The
-indicators of this map are:
+indicators of this attention map are:
 
     opr   0 if nearer tokens always get more attention (monotonicity), .5 if the order is random;
-          ties: its share of equal pairs, which count as ordered; _20: the first 20 offsets only
+          ties: the share of equal pairs, which opr counts as ordered; opr_20, ties_20: only the
+          first 20 offsets
     aiv   0 if attention depends on the offset alone (translation invariance)
     sd    0 if attention is the same in both directions (symmetry)
     db    1 if the tokens before and after get the same attention (direction balance)
 
-Losses, on the validation text of the run: for a position objective a token ablation, which is the
-loss with true, random and shuffled tokens; for mlm the loss at true positions. A position objective
-uses the tokens if random ones increase its loss, and their order if shuffled ones do.
+The losses are measured on the run's validation text: for a position objective, a token ablation
+(the loss with true, random and shuffled tokens); for mlm, the loss at true positions. A position
+objective uses the tokens if random ones increase its loss, and their order if shuffled ones do. The
+spread of hidden states is 0 if all tokens have the same one.
 
---terms splits the logits of layer 1 into the correlations of tokens and positions (TUPE eq 6), for
-the head whose logits depend most on positions.
+--terms splits the logits of layer 1 into token and position terms (TUPE eq 6), for the
+head whose logits depend most on positions.
 
 Writes probe.json and, if matplotlib is installed, figures.
 """
@@ -104,7 +106,7 @@ def aiv(A):
 
 def opr(A, first=None):
     """Monotonicity: the share of pairs, going outward from each i, that are out of decreasing
-    order; first: of the first entries only."""
+    order; first: use only that many entries."""
     return order(A, first)[0]
 
 
@@ -241,7 +243,7 @@ def replaced_tokens(tokens, cls_id, text):
 @torch.no_grad()
 def mlm_loss(model, corpus):
     """The loss of mlm, in nats, on the validation sequences at true positions, whatever else the
-    objective corrupts: so mlm and mlm+pplm can be compared. Without autocast and dropout."""
+    objective corrupts, so that mlm and mlm+pplm can be compared. Without autocast and dropout."""
     encoder, mlm = model.encoder, model.objectives["mlm"]
     batches, total = validation_batches(corpus, encoder.config.max_len), 0
     model.eval()
@@ -395,7 +397,7 @@ def logit_terms(encoder, tokens):
     p = torch.zeros_like(x) if p is None else p
     for norm in (encoder.norm, block.norm1)[: 1 + block.pre]:
         # Given the standard deviation of x + p, LayerNorm is linear. Its bias, and those of W_Q and
-        # W_K below, belong to the token, as in a model without input positions.
+        # W_K below, are counted as token terms, as in a model without input positions.
         sd = ((x + p).var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
         x, p = (norm.weight * (z - z.mean(-1, keepdim=True)) / sd for z in (x, p))
         x = x + norm.bias
@@ -443,7 +445,7 @@ def show_terms(paths, text, out_dir):  # --terms
 
 
 def draw_terms(file, runs):
-    """Draw the maps of show_terms, a line with one color scale per run -> PNG."""
+    """Draw the maps of show_terms, one row and color scale per run -> PNG."""
     from matplotlib.figure import Figure
 
     columns = max(len(run["maps"]) for run in runs)
@@ -503,7 +505,7 @@ def write(folder, numbers, figures):
 
 def print_table(rows):
     """Dictionaries with the same keys -> a Markdown table. Values that are dictionaries are left
-    out; NaN and None are a dash."""
+    out; NaN and None become a dash."""
     columns = []
     for name, example in rows[0].items():
         if not isinstance(example, dict):
@@ -523,22 +525,28 @@ def print_table(rows):
 
 def examine(path, device):
     """-> the model on the CPU in float64, the mean logits (H, L, L) of the identical-word probe,
-    its map A (L, L), and what probe.json holds of them. Raises ValueError, OSError."""
+    its map A (L, L), and the numbers for probe.json. Raises ValueError, OSError."""
     model = load_pretraining(path)
-    losses = {"words": dict.fromkeys(("true", "random", "shuffled", "auc")), "mlm": None}
+    losses = {
+        "words": dict.fromkeys(("true", "random", "shuffled", "auc")),
+        "mlm": None,
+        "spread": None,
+    }
     try:
         corpus = run_corpus(model.run_info)
     except (ValueError, OSError) as error:
         print(f"{path}: no losses, {error}")
     else:
         model.to(device)
+        tokens = validation_batches(corpus, model.encoder.config.max_len)[0].to(device)
+        losses["spread"] = token_spread(model.encoder, tokens, model.causal)
         if position_objective(model):
             losses["words"] = token_ablation(model, corpus)
         if "mlm" in model.objectives:
             losses["mlm"] = mlm_loss(model, corpus)
     model.cpu().double()  # in this order: an Apple GPU has no float64
     logits, A = identical_word_maps(model.encoder, probe_words(model.encoder), model.causal)
-    A = A.mean(0)  # first averaged over heads and words, then judged
+    A = A.mean(0)  # average first, then compute the indicators
     numbers = {
         "pe": model.encoder.config.pe,
         "objective": "+".join(model.names),
@@ -563,6 +571,11 @@ def probe_run(path, out_dir, device):  # --ckpt
         )
     if words["auc"] is not None:
         print(f"AUC of moved tokens against the others: {words['auc']:.3f} (chance .5)")
+    if numbers["spread"]:
+        print(
+            "spread of hidden states, layer 0 to the last:",
+            *(f"{x:.2g}" for x in numbers["spread"]),
+        )
     if numbers["mlm"] is not None:
         print(f"mlm loss at true positions: {numbers['mlm']:.3f}")
     numbers = {"ckpt": str(path), **numbers, "map": A}
@@ -588,7 +601,7 @@ INDICATORS = ("opr", "opr_20", "aiv", "aiv w/o specials", "sd", "db")
 
 def correlations(runs, names=INDICATORS):
     """Pearson's r of indicators and task scores over the runs of one objective (Wang 2021, table 5)
-    -> rows of a table. Runs without positions (none) are left out as there (footnote 11)."""
+    -> rows of a table. Runs without positions (none) are left out, as in its footnote 11."""
     rows, table = [], []
     for run in runs:
         for score, value in run["scores"].items():
@@ -639,12 +652,12 @@ def compare_runs(patterns, out_dir, device):  # --runs
     print_table(runs)
     table5 = correlations(runs)
     if table5:
-        print("Pearson's r; positive: the score is better if the property is violated")
+        print("Pearson's r; positive: runs with a higher indicator have better scores")
         print_table(table5)
     else:
         print(
-            "no correlations with task scores: they need 3 runs of one objective, other than pe "
-            "none, with results of finetune.py"
+            "no correlations with task scores: they need at least 3 runs of one objective with "
+            "results of finetune.py, not counting pe none"
         )
     numbers = {"runs": runs, "correlations": table5}
     write(out_dir or min(folders).parent / "probe", numbers, {"maps.png": maps})
@@ -686,8 +699,21 @@ def context_cosines(vectors, eligible):
     return {"intra-context": intra, "inter-context": inter, "contextual score": intra - inter}
 
 
+def token_spread(encoder, tokens, causal=False):
+    """How much the hidden states of ordinary tokens differ from each other, after each layer: their
+    standard deviation divided by their root mean square. Near 1, they have little in common; at 0
+    all are the same vector, and nothing can be predicted from the tokens. tokens (B, L)
+    -> a list of n_layer + 1 numbers, the first one for the embedding."""
+    ordinary, spreads = tokens < encoder.config.cls_id, []
+    for n in range(encoder.config.n_layer + 1):
+        hidden = encoder(tokens, causal=causal, n_layer=n)[ordinary].cpu().double()  # (N, C)
+        deviations = hidden - hidden.mean(0)
+        spreads.append(float((deviations.square().mean() / hidden.square().mean()).sqrt()))
+    return spreads
+
+
 def word_pair_similarity(encoder, file):
-    """The mean cosine of two words' token embeddings (of several tokens: their mean) over the lines
+    """The mean cosine of two words' embeddings (averaged over a word's tokens) over the lines
     word<TAB>word<TAB>score of a file. Raises ValueError."""
     cosines = []
     text = Path(file).read_text(encoding="utf-8")
@@ -702,8 +728,8 @@ def word_pair_similarity(encoder, file):
 
 
 def dynamics(folder, pairs, out_dir, device):  # --dynamics
-    """How the contexts and the words of a run become similar or distinct over its checkpoints
-    (TACO, figs 3 and 6). Raises ValueError, OSError."""
+    """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
+    and 6). Raises ValueError, OSError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:
@@ -716,6 +742,7 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
             tokens = validation_sequences(corpus, DYNAMICS_SEQUENCES, cfg.max_len)
         hidden = [encoder(x.to(device), causal=model.causal).cpu() for x in tokens.split(16)]
         table.append({"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)})
+        table[-1]["spread"] = token_spread(encoder, tokens.to(device), model.causal)[-1]
         if pairs:
             table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
     print_table(table)
@@ -735,7 +762,7 @@ def parse_args(argv=None):
     parser = Parser("-m tools.probe", __doc__)
     parser.add_argument("--runs", nargs="+", metavar="GLOB", help="run folders to compare")
     parser.add_argument("--terms", nargs="*", metavar="RUN", help="runs whose logits are split")
-    parser.add_settings("what is probed", ProbeConfig)
+    parser.add_settings("flags", ProbeConfig)
     args = parser.parse_args(argv, ProbeConfig())
     has_terms = args.terms is not None
     ckpt = args.ckpt and args.terms != []  # --terms --ckpt RUN is --terms RUN

@@ -12,9 +12,9 @@ objective                text                         output
 mlm                      a text with [MASK]           the five most likely tokens
 pplm, pplm_some, pmlm    a sentence                   shuffled, then restored from the offsets that
                                                       the model predicts
-pplm_binary              a sentence                   shuffled: which tokens were moved?
+pplm_binary              a sentence                   confidence in each token's position
 clm                      the beginning of a text      its continuation
-nsp                      'one part ||| another'       does the second part follow the first?
+nsp                      'one part ||| another'       probability that the second follows
 tc                       'one text ||| another'       similarity of the context's contribution
                                                       within and across the texts
 a task (finetune.py)     one text, or 'one ||| two'   predictions with probabilities
@@ -83,7 +83,7 @@ def position_objective(model):
 
 def encode(encoder, *texts):
     """-> [CLS] text [SEP] ... as (1, L). A [MASK] replaces the space before it too, as in training.
-    Raises ValueError if the sequence is too long for the model, or empty."""
+    Raises ValueError if the sequence is too long for the model, or too short."""
     cfg = encoder.config
     ids = [cfg.cls_id]
     for text in texts:
@@ -130,8 +130,8 @@ def continue_text(encoder, clm, text):
 
 
 def context_similarity(model, texts):
-    """tc's g = h - e of two texts -> the mean cosine of two tokens of the same text, and of two
-    tokens of different texts."""
+    """The mean cosine of g = h - e (tc: hidden state minus embedding) for two tokens of the same
+    text, and for two tokens of different texts."""
     encoder, g = model.encoder, []
     for text in texts:
         tokens = encode(encoder, text)
@@ -154,7 +154,7 @@ def shuffle(encoder, objective, text, seed=0):
     if round(objective.cfg.pos_rate * (tokens.size(1) - 2)) < 2:
         raise ValueError(f"{text!r} is too short to shuffle")
     true = batch["pos"] = torch.arange(tokens.size(1), device=tokens.device)
-    while (batch["pos"] == true).all():  # of a short text, every token may keep its position
+    while (batch["pos"] == true).all():  # in a short text, all tokens may keep theirs
         objective.corrupt(batch, seeded_generator(tokens.device, seed, "sample"))
         seed += 1
     strings = [encoder.tokenizer.decode([i]) for i in tokens[0, 1:-1].tolist()]
@@ -167,10 +167,10 @@ def best_order(log_p, assigned):
     log_p (n, n, 2L - 1), the log-probability of each offset of each pair; assigned (n,), the
     positions that the tokens were given -> (n,), the restored positions.
 
-    This is a local search: of all exchanges of two tokens, the one that gains most is made, until
-    none helps. It starts from the assigned positions and from the tokens sorted by their mean
-    predicted offsets, and the more likely end counts. The assigned positions themselves are
-    excluded: most pairs did not move, so a model that is unsure would just return them.
+    A local search makes the best exchange of two tokens until none helps. It starts from the
+    assigned positions and from the tokens sorted by their mean predicted offsets; the more likely
+    result is returned. The assigned positions themselves are excluded: most pairs did not move, so
+    a model that is unsure would just return them.
     """
     n, L = len(assigned), log_p.size(-1) // 2 + 1
     offset = log_p.softmax(-1) @ torch.arange(1.0 - L, L)  # (n, n): expected offsets
@@ -182,8 +182,8 @@ def best_order(log_p, assigned):
         while True:
             r = pos - pos[:, None] + L - 1  # (n, n): classes of the offsets
             now, swapped = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
-            # gain[i, j]: of the pairs of token i, if it had the position of token j. The last line
-            # adds those of token j, and corrects the pair (i, j), whose offset is reversed.
+            # gain[i, j]: what the pairs of token i gain if it takes the position of token j. Then
+            # add the gain of j's pairs, and correct the pair (i, j), whose offset is reversed.
             gain = both[:, token, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
             gain = gain + gain.T + now + swapped
             moved = (pos != assigned).nonzero()[:, 0]
@@ -220,11 +220,10 @@ def correct_pairs(order) -> int:
 
 
 def detect_moved(objective, encoder, hidden, batch):
-    """Can a position objective tell which tokens were moved? Yields, for each sequence and its n
-    eligible tokens: the model's confidence in their positions (n,), which is the probability that a
-    pair's assigned offset is the true one, averaged over all pairs of the token in both directions;
-    whether they stayed (n,) bool; and the AUC of the confidence (ties count 1/2; NaN if all tokens
-    stayed or all moved)."""
+    """Measure how well a position objective detects moved tokens. Yield for each sequence with n
+    eligible tokens: confidence (n,), the probability that a pair's assigned offset is the true one,
+    averaged over all pairs of a token in both directions; stayed (n,) bool; and the AUC of the
+    confidence (ties count 1/2; NaN if all tokens stayed or all moved)."""
     head = objective.head
     scores = head.scores(encoder, hidden, batch["pos"])  # (B, L-2, L-2, H)
     for s, pos, eligible in zip(scores, batch["pos"], batch["eligible"]):
@@ -290,8 +289,8 @@ def accepted_texts(model):
 
 
 def print_predictions(model, text):
-    """Print what a fine-tuned Classifier predicts for a text or two, joined by |||. Raises
-    ValueError on another number of texts."""
+    """Print what a fine-tuned Classifier predicts for one text, or two joined by |||. Raises
+    ValueError if the number of texts is wrong."""
     task = TASKS[model.name]
     texts = [part.strip() for part in text.split("|||") if part.strip()]
     if len(texts) != len(task.texts):
@@ -312,7 +311,7 @@ def print_predictions(model, text):
 def main(argv=None):
     with catch_errors():
         parser = Parser("-m tools.sample", __doc__)
-        parser.add_settings("what is tried", SampleConfig)
+        parser.add_settings("flags", SampleConfig)
         args = parser.parse_args(argv, SampleConfig())
         path = args.ckpt or newest_run()
         if "task" in read_checkpoint(path):
@@ -326,7 +325,7 @@ def main(argv=None):
         print(f"{path}: {model.encoder.config.pe}, {trained_on}")
         if args.text is not None:
             return print_output(args.text)
-        print(f"It takes {accepted}; an empty line ends.")
+        print(f"Enter {accepted}, or an empty line to quit.")
         with contextlib.suppress(EOFError):
             while (text := input("text: ")).strip():
                 try:
