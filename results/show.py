@@ -41,22 +41,23 @@ def loss(row):
     return row.get(f"val_{row['args']['objective'].split('+')[-1]}", row["val_loss"])
 
 
-def leaves_plateau(row):
-    """The first step at which the training loss of mlm is below the plateau."""
-    if row["args"]["objective"] != "mlm":
-        return None
-    level = PLATEAU["web" if "$TEXT" in row["commands"]["train"] else "docs"]
+def first_below(row, level):
+    """The first step at which the training loss, a mean of 100 steps, is below a level, as text."""
     steps = [step for step, value in row["curve"] if value < level]
     return f"{steps[0]:,}" if steps else "never"
 
 
+def leaves_plateau(row):
+    if row["args"]["objective"] != "mlm":
+        return None
+    return first_below(row, PLATEAU["web" if "$TEXT" in row["commands"]["train"] else "docs"])
+
+
 def uses_tokens(row):
     """The first step at which the training loss of pplm is .02 below the copy baseline."""
-    level = copy_baseline(row)
-    if row["args"]["objective"] != "pplm" or level is None:
+    if row["args"]["objective"] != "pplm":
         return None
-    steps = [step for step, value in row["curve"] if value < level - 0.02]
-    return f"{steps[0]:,}" if steps else "never"
+    return first_below(row, copy_baseline(row) - 0.02)
 
 
 def scheme_parameters(row):
@@ -308,7 +309,7 @@ COPY = "copy: lowest loss without using the tokens"
 
 
 def draw(folder, tables, rows, race):
-    """Draw plateau.png, reading.png, alone.png, lengths.png, race.png and terms.png into a folder.
+    """Draw the figures of docs/results.md into a folder.
 
     race: the rows of results/bench-race.json. terms.json was written by tools.probe --terms.
     """
@@ -328,6 +329,8 @@ def draw(folder, tables, rows, race):
     figure("plateau.png", draw_plateau, rows, "step", "training loss (nats)")
     figure("reading.png", draw_ablation, pick(ABLATED), "", "loss of pplm (nats)")
     figure("alone.png", draw_alone, pick(ALONE), "step", "loss of pplm (nats)")
+    short = [rows[name] for name in tables["classroom"] if name in rows and "layers" in name]
+    figure("spread.png", draw_spread, short, "step", "spread of the last layer's hidden states")
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     figure("lengths.png", draw_lengths, long, "tokens per sequence", "loss of mlm (nats)")
     longest = max(row["race"] for row in race)
@@ -391,6 +394,21 @@ def draw_alone(axes, runs):
     axes.axhline(level, color="k", lw=1)
     axes.text(5000, level, COPY, va="bottom")
     label_ends(axes, ends)
+
+
+def draw_spread(axes, rows):
+    """Spread of the hidden states over the steps of pplm for 1, 2 and 4 layers, on a log scale. A
+    dot is the step at which a run begins to use the tokens."""
+    for row in rows:
+        n_layer = re.search(r"--n_layer (\d)", row["commands"]["train"])[1]
+        color = {"1": GREEN, "2": BLUE, "4": ORANGE}[n_layer]
+        (line,) = axes.plot(*zip(*row["spreads"]), color=color, label=f"{n_layer} layers")
+        for step, value in row["spreads"]:
+            if f"{step:,}" == uses_tokens(row):
+                axes.plot(step, value, "o", ms=9, color=color)
+    axes.set_yscale("log")
+    lines = {line.get_label(): line for line in axes.get_lines() if "layers" in line.get_label()}
+    axes.legend(lines.values(), lines, frameon=False)
 
 
 def draw_lengths(axes, rows):
