@@ -13,26 +13,17 @@ import sys
 import time
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 import train
 from lib.device import can_compile
 from lib.files import lock
-from lib.run import catch_signals
 from model import PE_NAMES, load
 from objectives import Pretraining
-from tests.conftest import ROOT, log_of, one_line, refuses, run_train, train_flags, weights
-
-OFTEN = "--steps 12 --eval_every 3 --objective taco --pe rel --dropout .1 --dtype float32"
-
-
-@pytest.fixture(scope="module")
-def whole(corpus_file, cache, tmp_path_factory):
-    """A run that was never stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    run_train(corpus_file, cache, folder, *shlex.split(OFTEN))
-    return folder
+from tests.conftest import ROOT, exit_code, log_of, one_line, refuses, train_flags, weights
 
 
 def assert_same(a, b):
@@ -42,186 +33,133 @@ def assert_same(a, b):
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
-def before_step(monkeypatch, when, function):
-    """Call function() before a step of train.py."""
-    get_lr = train.get_lr
-
-    def hooked(step, args):
-        if step == when:
-            function()
-        return get_lr(step, args)
-
-    monkeypatch.setattr(train, "get_lr", hooked)
-
-
-def send(number):
-    """-> a function that sends a signal to this process."""
-    return lambda: os.kill(os.getpid(), number)
-
-
-def overflow(monkeypatch, when):
-    """Make the loss of some training forward passes infinite, counted from 0."""
-    forward, count = Pretraining.forward, itertools.count()
-
-    def overflowing(self, batch):
-        loss, scalars = forward(self, batch)
-        return loss * (math.inf if self.training and next(count) in when else 1), scalars
-
-    monkeypatch.setattr(Pretraining, "forward", overflowing)
-
-
 @pytest.mark.slow
-def test_killed_at_any_moment(corpus_file, cache, tmp_path, run):
-    """After kill -9 at random moments, most of them in a save, a run resumes and ends with the
-    weights of an uninterrupted one."""
+def test_stopped_at_any_moment(corpus_file, cache, tmp_path, run):
+    """After kill -9 at random moments, most of them in a save, or after SIGTERM or Ctrl-C, which
+    save the current step first, a run resumes and ends as an uninterrupted one."""
     flags = "--steps 400 --eval_every 2 --objective taco --pe rel --dropout .1"
     uninterrupted, cut, rng, steps = run("whole", flags), tmp_path / "cut", random.Random(0), []
     command = [sys.executable, "train.py", *train_flags(corpus_file, cache, cut)]
     command += [*shlex.split(flags), "--resume"]
-    for _ in range(5):
+    stops = [(signal.SIGKILL, -9)] * 3 + [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    for number, code in stops:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(rng.randint(1, 30)):  # lines of the log
             next(line for line in process.stdout if line.startswith("step "))
         time.sleep(rng.random() / 20)
-        process.kill()
-        process.communicate()
+        process.send_signal(number)
+        out, _ = process.communicate()
         steps.append(weights(cut)["step"])
+        assert process.returncode == code
+        assert code < 0 or f"stopped at step {steps[-1]};" in out
     assert steps == sorted({*steps}) and steps[-1] < 400
     assert_same(uninterrupted, run("cut", f"{flags} --resume"))
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_stops(run, whole, tmp_path, monkeypatch, number, code):
-    """SIGTERM and Ctrl-C end the run after the current step, which is saved; resuming it gives the
-    uninterrupted run."""
-    with monkeypatch.context() as patch, pytest.raises(SystemExit, match=str(code)):
-        before_step(patch, 4, send(number))
-        run("run", OFTEN)
-    assert weights(tmp_path / "run")["step"] == 5
-    assert_same(whole, run("run", f"{OFTEN} --resume"))
-
-
-def test_a_second_signal_exits_at_once(monkeypatch):
-    """A second signal does not wait for the end of the step."""
-    codes = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    with catch_signals() as signals:
-        send(signal.SIGINT)()
-        assert signals["number"] == signal.SIGINT and codes == []
-        send(signal.SIGTERM)()
-    assert codes == [143]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk(run, whole, tmp_path, monkeypatch, capsys):
+def test_a_full_disk(run, tmp_path, capsys):
     """A full disk is one line; the last checkpoint stays readable, and the run can be resumed."""
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        before_step(patch, 7, lambda: (folder / "ckpt.pt.tmp").symlink_to("/dev/full"))
-        error = one_line(capsys, run, "run", OFTEN, code=1)
-    assert f"{folder}/ckpt.pt cannot be written: " in error
-    assert weights(folder)["step"] == 6
-    assert_same(whole, run("run", f"{OFTEN} --resume"))
+    whole, cut = run("whole", "--steps 6 --eval_every 3 --keep_every 3"), tmp_path / "cut"
+    cut.mkdir()
+    os.link(whole / "ckpt_3.pt", cut / "ckpt.pt")
+    (cut / "ckpt.pt.tmp").symlink_to("/dev/full")
+    error = one_line(capsys, run, "cut", "--steps 6 --resume", code=1)
+    assert f"{cut}/ckpt.pt cannot be written: " in error and weights(cut)["step"] == 3
+    assert_same(whole, run("cut", "--steps 6 --resume"))
 
 
-def write_cola(folder):
-    (folder / "CoLA").mkdir(parents=True)
-    lines = [f"gj04\t{i % 2}\t\tthe {('lazy', 'quick')[i % 2]} fox {i}\n" for i in range(40)]
-    for name in ("train.tsv", "dev.tsv"):
-        (folder / "CoLA" / name).write_text("".join(lines))
+def test_damaged_and_busy_folders(run, capsys):
+    """A checkpoint that cannot be read or is something else is one line, for every use of it; so is
+    a folder in which another run trains. A damaged log does not stop a run from being resumed."""
+    folder = run("run", "--steps 3")
+    good, file = (folder / "ckpt.pt").read_bytes(), folder / "ckpt.pt"
+    for content in (good[: len(good) // 2], b"", b"not a checkpoint", None):
+        file.write_bytes(content or b"")
+        if content is None:
+            torch.save({"some": "dictionary"}, file)
+        refuses("ckpt.pt is not a (readable )?checkpoint", load, folder)
+        for name, flags in (("run", "--resume"), ("new", f"--init_from {folder}")):
+            assert "ckpt.pt is not a" in one_line(capsys, run, name, f"--steps 3 {flags}")
+    file.write_bytes(good)
+    (folder / "log.jsonl").write_bytes(b"\xff\xfe\n7\n[]\n")
+    with lock(folder):
+        error = one_line(capsys, run, "run", "--steps 3 --resume")
+    assert "another process is training in" in error
+    run("run", "--steps 3 --resume")
 
 
 NOTEBOOK = """
-import os, signal, train, finetune
+import os, signal, train
 from tools import probe
 get_lr, forward = train.get_lr, train.Pretraining.forward
-handler, kill = signal.getsignal(signal.SIGINT), lambda: os.kill(os.getpid(), signal.SIGINT)
-----
-train.get_lr = lambda step, args: step == 3 and kill() or get_lr(step, args)
+handler, interrupt = signal.getsignal(signal.SIGINT), lambda: os.kill(os.getpid(), signal.SIGINT)
+train.get_lr = lambda step, args: step == 3 and interrupt() or get_lr(step, args)
 train.main(FLAGS)
 ----
 train.Pretraining.forward = lambda *args: (forward(*args)[0] * float("inf"), {})
 train.main([*FLAGS, "--resume"])
 ----
-train.main([*FLAGS, "--resume"])
-----
 train.get_lr, train.Pretraining.forward = get_lr, forward
 train.main([*FLAGS, "--resume"])
-----
-finetune.main(TUNING)
-----
-probe.main(["--ckpt", RUN, "--device", "cpu"])
-----
+probe.main(["--ckpt", FOLDER, "--device", "cpu"])
 assert signal.getsignal(signal.SIGINT) is handler
 """
 
 
 @pytest.mark.slow
 def test_in_a_notebook(corpus_file, cache, tmp_path):
-    """In a Jupyter kernel, whose shell keeps the traceback of the last error: train, interrupt,
-    fail twice, resume, fine-tune, probe."""
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    write_cola(tmp_path / "glue")
-    run = str(tmp_path / "run")
-    flags = shlex.split("--steps 8 --eval_every 4 --log_every 1 --block_size 32 --pe tupe_r")
-    tuning = f"--task cola --data_dir {tmp_path}/glue --ckpt {run} --epochs 1 --device cpu"
-    names = {"FLAGS": train_flags(corpus_file, cache, run, *flags), "RUN": run}
-    text = NOTEBOOK
-    for name, value in {**names, "TUNING": shlex.split(tuning)}.items():
-        text = text.replace(name, repr(value))
-    cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in text.split("----")]
+    """In a Jupyter kernel, whose shell keeps the traceback of the last error, a run that was
+    interrupted, and then failed, is resumed and probed."""
+    flags = shlex.split("--steps 8 --eval_every 4 --log_every 1")
+    flags = train_flags(corpus_file, cache, tmp_path / "run", *flags)
+    text = NOTEBOOK.replace("FLAGS", repr(flags)).replace("FOLDER", repr(str(tmp_path / "run")))
+    cells = [nbformat.v4.new_code_cell(cell) for cell in text.split("----")]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    resources = {"metadata": {"path": str(ROOT)}}
-    nbclient.NotebookClient(
-        notebook, timeout=600, allow_errors=True, resources=resources, kernel_name="python3"
-    ).execute()
+    where = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=600, allow_errors=True, resources=where).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     errors = [[o.evalue for o in cell if o.output_type == "error"] for cell in outputs]
     printed = ["".join(o.get("text", "") for o in cell) for cell in outputs]
-    assert errors == [[], ["130"], ["1"], ["1"], [], [], [], []], printed
-    assert "stopped at step 4" in printed[1] and "resumed at step 4" in printed[4]
-    assert all("not finite near step 5" in text for text in printed[2:4])
-    assert weights(run)["step"] == 8 and "cola" in printed[5] and printed[6]
+    assert errors == [["130"], ["1"], []], printed
+    assert "stopped at step 4" in printed[0] and "not finite near step 5" in printed[1]
+    assert "resumed at step 4" in printed[2] and (tmp_path / "run" / "probe").is_dir()
 
 
-@pytest.mark.parametrize("dtype, step, saved", [("float32", 8, 5), ("float16", 17, 15)])
-def test_a_loss_that_is_not_finite(run, tmp_path, monkeypatch, capsys, dtype, step, saved):
-    """A loss that is not finite (fp16: ten in a row) ends the run with one line; nothing is saved
-    after it."""
-    overflow(monkeypatch, {*range(7, 30), *([0, 2] if dtype == "float16" else [])})
-    flags = f"--steps 30 --eval_every 5 --log_every 1 --dtype {dtype}"
-    assert f"not finite near step {step}" in one_line(capsys, run, "run", flags, code=1)
-    assert weights(tmp_path / "run")["step"] == saved
-
-
-def test_a_gradient_that_is_not_finite(run, monkeypatch, capsys):
-    """A single gradient that is not finite ends the run at the next log line, too: it leaves a
-    weight that may not be used again soon."""
+def test_a_gradient_that_is_not_finite(run, tmp_path, monkeypatch, capsys):
+    """A single gradient that is not finite ends the run at the next log line, and nothing is saved:
+    it leaves a weight that may not be used again soon."""
     clip, norms = torch.nn.utils.clip_grad_norm_, iter([1, 1, math.nan, 1, 1])
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * next(norms))
-    flags = "--steps 30 --log_every 5 --dtype float32"
+    flags = "--steps 30 --log_every 5 --eval_every 5 --dtype float32"
     assert "not finite near step 5" in one_line(capsys, run, "run", flags, code=1)
+    assert not (tmp_path / "run" / "ckpt.pt").exists()
 
 
-def test_fp16_skips_steps_and_resumes(run, tmp_path, monkeypatch):
-    """A step that overflows changes no weight, halves the scale and advances the schedule. A run
+def test_fp16_overflows(run, tmp_path, monkeypatch, capsys):
+    """A step that overflows changes no weight and halves the scale; ten in a row end the run. A run
     resumed among such steps is bit-equal."""
-    flags = "--steps 10 --keep_every 1 --log_every 1 --grad_accum 2 --dtype float16"
-    with monkeypatch.context() as patch:
-        overflow(patch, {2, 7, 8, 16})  # in steps 1, 3, 4 and 8
-        uninterrupted = run("whole", flags)
-    states = [weights(uninterrupted, f"ckpt_{step}.pt") for step in range(1, 11)]
+    flags = "--steps 30 --keep_every 1 --log_every 1 --grad_accum 2 --dtype float16"
+    forward, whole, cut = Pretraining.forward, tmp_path / "whole", tmp_path / "cut"
+    for folder, first in ((whole, 0), (cut, 4)):  # the second resumes from the first's step 4
+        count = itertools.count(2 * first)
+
+        def overflowing(self, batch):
+            loss, scalars = forward(self, batch)
+            overflows = self.training and next(count) in {2, 7, 8, 16, *range(20, 60)}
+            return loss * (math.inf if overflows else 1), scalars
+
+        monkeypatch.setattr(Pretraining, "forward", overflowing)
+        if first:
+            cut.mkdir()
+            os.link(whole / "ckpt_4.pt", cut / "ckpt.pt")
+            flags += " --resume"
+        assert "not finite near step 20" in one_line(capsys, run, folder.name, flags, code=1)
+    states = [weights(whole, f"ckpt_{step}.pt") for step in range(1, 20)]
     for step, (a, b) in enumerate(zip(states, states[1:]), 1):
         skipped = all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
-        assert skipped == (step in {1, 3, 4, 8})
+        assert skipped == (step in {1, 3, 4, 8, *range(10, 19)})
         assert b["scaler"]["scale"] == a["scaler"]["scale"] / (2 if skipped else 1)
-    rates = [row["lr"] for row in log_of(uninterrupted)[1:]]
-    assert rates[2] > rates[3] > rates[4] > rates[5]
-    (tmp_path / "cut").mkdir()
-    os.link(uninterrupted / "ckpt_4.pt", tmp_path / "cut" / "ckpt.pt")
-    overflow(monkeypatch, {0, 8})  # in steps 4 and 8
-    assert_same(uninterrupted, run("cut", f"{flags} --resume"))
+    assert_same(whole, cut)
 
 
 @pytest.mark.slow
@@ -234,31 +172,6 @@ def test_fp16_agrees_with_float32(run, pe):
         assert x["loss"] == pytest.approx(y["loss"], abs=0.01)
 
 
-def test_unreadable_checkpoints(run, capsys):
-    """A checkpoint that cannot be read or is something else is one line, for every use of it. A
-    damaged log does not stop a run from being resumed."""
-    folder = run("run", "--steps 3")
-    good, file = (folder / "ckpt.pt").read_bytes(), folder / "ckpt.pt"
-    for content in (good[: len(good) // 2], b"", b"not a checkpoint", None):
-        file.write_bytes(content or b"")
-        if content is None:
-            torch.save({"some": "dictionary"}, file)
-        refuses("ckpt.pt is not a (readable )?checkpoint", load, folder)
-        for name, flags in (("run", "--resume"), ("new", f"--init_from {folder}")):
-            assert "ckpt.pt is not a" in one_line(capsys, run, name, f"--steps 3 {flags}")
-    file.write_bytes(good)
-    (folder / "log.jsonl").write_bytes(b"\xff\xfe\n7\n[]\n")
-    run("run", "--steps 3 --resume")
-
-
-def test_two_runs_in_one_folder(run, tmp_path, capsys):
-    """A second run in a folder is refused as long as the first one is there."""
-    (tmp_path / "run").mkdir()
-    with lock(tmp_path / "run"):
-        assert "another process is training in" in one_line(capsys, run, "run", "--steps 1")
-    run("run", "--steps 1")
-
-
 def torchrun(*command):
     """Run `command` in two processes -> CompletedProcess with text output."""
     launcher = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
@@ -267,52 +180,42 @@ def torchrun(*command):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.slow
-def test_two_processes_equal_accumulation(corpus_file, cache, tmp_path, run):
-    """Two processes have the losses and the weights of one with twice the accumulation, dropout
-    included, and print no warning."""
-    flags = "--steps 4 --dropout .1 --dtype float32 --objective nsp+taco+pplm --pe rel"
-    one = run("one", f"{flags} --grad_accum 4")
-    flags = train_flags(corpus_file, cache, tmp_path / "two", *shlex.split(flags))
-    ended = torchrun("train.py", *flags, "--grad_accum", 2)
-    assert ended.returncode == 0 and "warn" not in ended.stderr.lower(), ended.stderr
-    a, b = (weights(folder)["model"] for folder in (one, tmp_path / "two"))
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    a, b = log_of(one)[-1], log_of(tmp_path / "two")[-1]
-    for key in ("loss", "val_loss", "nsp", "mlm", "tc", "pplm"):
-        assert a[key] == pytest.approx(b[key], abs=1e-5)
-
-
 KILLED = """import os, signal, train
 get_lr, me = train.get_lr, os.getpid()
-kill = lambda step: step == 17 and os.environ["RANK"] == "1" and os.kill(me, signal.SIGKILL)
+kill = lambda step: step == 3 and os.environ["RANK"] == "1" and os.kill(me, signal.SIGKILL)
 train.get_lr = lambda step, args: kill(step) or get_lr(step, args)
 train.main()"""
 
 
 @pytest.mark.slow
-def test_two_processes_end(corpus_file, cache, corpus, tmp_path, run):
-    """Runs of two processes end, however they end: finished (gloo's destructors can hang), with a
-    user's mistake, with a loss that is not finite, or because one of them was killed. One process
-    may continue for two."""
-    flags = ["train.py", *train_flags(corpus_file, cache, tmp_path / "run", "--steps", 40)]
-    assert torchrun(*flags, "--steps", 3, "--out_dir", tmp_path / "short").returncode == 0
+def test_two_processes(corpus_file, cache, tmp_path, run):
+    """Two processes have the losses and the weights of one with twice the accumulation, even if one
+    of them is killed and the run is resumed. They end, however they end (gloo's destructors can
+    hang): finished, with a user's mistake, or with a loss that is not finite."""
+    flags = "--steps 4 --eval_every 2 --dropout .1 --dtype float32 --objective nsp+taco+pplm"
+    one, two = run("one", f"{flags} --pe rel --grad_accum 4"), tmp_path / "two"
+    flags = train_flags(corpus_file, cache, two, *shlex.split(f"{flags} --pe rel --grad_accum 2"))
+    (tmp_path / "killed.py").write_text(KILLED)
+    assert torchrun(tmp_path / "killed.py", *flags).returncode and weights(two)["step"] == 2
+    ended = torchrun("train.py", *flags, "--resume")
+    assert ended.returncode == 0 and "warn" not in ended.stderr.lower(), ended.stderr
+    a, b = (weights(folder)["model"] for folder in (one, two))
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    a, b = log_of(one)[-1], log_of(two)[-1]
+    for key in ("loss", "val_loss", "nsp", "mlm", "tc", "pplm"):
+        assert a[key] == pytest.approx(b[key], abs=1e-5)
     for more, message in (
-        (["--dataset", "nowhere/*.txt"], "nowhere"),
-        (["--lr", "9e8", "--log_every", 1], "not finite near step"),
+        ("--dataset nowhere/*.txt", "nowhere"),
+        ("--lr 9e8 --steps 40 --log_every 1", "not finite near step"),
     ):
-        ended = torchrun(*flags, *more)
+        ended = torchrun("train.py", *flags, "--out_dir", tmp_path / "new", *more.split())
         assert ended.returncode and message in ended.stderr
         assert 'train.py", line' not in ended.stderr  # a traceback of ours
-    (tmp_path / "killed.py").write_text(KILLED)
-    ended = torchrun(tmp_path / "killed.py", *flags[1:], "--eval_every", 5)
-    assert ended.returncode and weights(tmp_path / "run")["step"] == 15
-    assert weights(run("run", "--steps 40 --resume --grad_accum 2"))["step"] == 40
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="needs a C++ compiler")
-@pytest.mark.parametrize("pe, objective", [("tupe_r", "mlm"), ("rel", "pplm")])
+@pytest.mark.parametrize("pe, objective", [("tupe_r", "mlm+pplm"), ("rel", "clm")])
 def test_compiled_training_with_dropout(run, pe, objective):
     """Compiled training with dropout learns as eager training does, and the same seed gives the
     same losses again."""
@@ -326,7 +229,7 @@ def test_compiled_training_with_dropout(run, pe, objective):
     assert compiled == again
     assert compiled[0] == pytest.approx(eager[0], abs=0.1)  # with other dropout masks
     assert sum(compiled[-10:]) / 10 == pytest.approx(sum(eager[-10:]) / 10, abs=0.1)
-    assert compiled[-1] < compiled[0] - (0.1 if objective == "pplm" else 1)
+    assert compiled[-1] < compiled[0] - 1
 
 
 def test_home_folders_and_spaces(corpus_file, tmp_path, monkeypatch, capsys):
@@ -345,24 +248,29 @@ def test_home_folders_and_spaces(corpus_file, tmp_path, monkeypatch, capsys):
 # Flags, and a part of the one line that says what is wrong.
 EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--pe foo": "tupe_r",
+    "--pe rope+tupe_r": "tupe_r cannot be part of a sum",
+    "--pe bert_r+t5": "t5 is in the sum already",
+    "--pe rope --d_model 10": "even width",
     "--pe rope --objective pmlm": "rope",
+    "--n_head 3": "--d_model 16 is not a multiple of --n_head 3",
     "--objective foo": "pplm",
+    "--objective mlm+taco": "at most one token objective",
+    "--objective clm+pplm": "clm is causal",
     "--objective tc --batch_size 1": "--batch_size 2",
+    "--objective tc --tc_on masked": "--tc_on masked needs mlm",
+    "--objective tc --tc_window 4": "must be odd",
+    "--objective taco --loss_weights 1": "mlm+tc needs 2 numbers",
     "--mask_rate .01": "selects none",
     "--pos_rate .3": "--pos_rate has no effect on --objective mlm",
     "--lr nan": "--lr is nan; it must be in (0, 1e9)",
-    "--steps 1e22": "invalid int value",
-    "--steps 0": "--steps is 0; it must be in [1, 2e9]",
-    "--d_model 10 --n_head 3": "n_head",
-    "--preset huge": "invalid choice",
-    "--stepz 3": "unrecognized arguments: --stepz",
+    "--dropout 1": "--dropout is 1.0; it must be in [0, 1)",
+    "--step 3": "unrecognized arguments: --step",
     "--init_from nowhere": "no checkpoint at nowhere",
 }
 MISTAKES = {
     "--dataset no/such/*.jsonl": "no/such",
     "--block_size 4000": "a smaller --block_size",
     "--init_from {run} --d_model 32": "d_model is 16 there, 32 here",
-    "--init_from {run} --block_size 8": "--block_size must be at least 16, not 8",
     "--init_embeddings {run} --d_model 32": "--init_embeddings does not fit",
     "--out_dir {run}/ckpt.pt/a": "Not a directory",
 }
@@ -377,3 +285,4 @@ def test_wrong_input_is_one_line(run, tmp_path, monkeypatch, capsys):
         error = one_line(capsys, run, "wrong", flags.format(run=folder))
         assert error.startswith("error: ") and message in error, (flags, error)
         assert not (tmp_path / "wrong").exists()
+    assert exit_code(train.main, ["--help"]) == 0
