@@ -329,8 +329,9 @@ def draw(folder, tables, rows, race):
     figure("plateau.png", draw_plateau, rows, "step", "training loss (nats)")
     figure("reading.png", draw_ablation, pick(ABLATED), "", "loss of pplm (nats)")
     figure("alone.png", draw_alone, pick(ALONE), "step", "loss of pplm (nats)")
-    short = [rows[name] for name in tables["classroom"] if name in rows and "layers" in name]
-    figure("spread.png", draw_spread, short, "step", "spread of the last layer's hidden states")
+    short = pick({name: name for name in tables["classroom"] if "-16-" in name})
+    label = "spread of the last layer's hidden states"
+    figure("spread.png", draw_spread, short, "step", label)
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     figure("lengths.png", draw_lengths, long, "tokens per sequence", "loss of mlm (nats)")
     longest = max(row["race"] for row in race)
@@ -396,19 +397,27 @@ def draw_alone(axes, runs):
     label_ends(axes, ends)
 
 
-def draw_spread(axes, rows):
-    """Spread of the hidden states over the steps of pplm for 1, 2 and 4 layers, on a log scale. A
-    dot is the step at which a run begins to use the tokens."""
-    for row in rows:
-        n_layer = re.search(r"--n_layer (\d)", row["commands"]["train"])[1]
-        color = {"1": GREEN, "2": BLUE, "4": ORANGE}[n_layer]
-        (line,) = axes.plot(*zip(*row["spreads"]), color=color, label=f"{n_layer} layers")
-        for step, value in row["spreads"]:
-            if f"{step:,}" == uses_tokens(row):
-                axes.plot(step, value, "o", ms=9, color=color)
+SPREADS = {
+    "1-layers": ("1 layer", GREEN),
+    "pre": ("4 layers, pre-LN", ORANGE),
+    "mlm.1": ("4 layers, with mlm weighted .1", "#E69F00"),
+    "2-layers": ("2 layers", "#56B4E9"),
+    "4-layers": ("4 layers (BERT's post-LN)", BLUE),
+}
+
+
+def draw_spread(axes, runs):
+    """Spread of the last layer's hidden states over the steps of pplm, {name: row}, on a log scale.
+    A dot is the step at which a run begins to use the tokens."""
+    for kind, (label, color) in SPREADS.items():
+        for row in [row for name, row in runs.items() if f"-16-{kind}-s" in name]:
+            axes.plot(*zip(*row["spreads"]), color=color, label=label)
+            label = None  # one entry of the legend for all seeds
+            for step, value in row["spreads"]:
+                if f"{step:,}" == uses_tokens(row):
+                    axes.plot(step, value, "o", ms=9, color=color)
     axes.set_yscale("log")
-    lines = {line.get_label(): line for line in axes.get_lines() if "layers" in line.get_label()}
-    axes.legend(lines.values(), lines, frameon=False)
+    axes.legend(frameon=False)
 
 
 def draw_lengths(axes, rows):

@@ -207,7 +207,8 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path):
     tokens = probe.validation_sequences(corpus, 128, 16)
     chosen = (tokens < encoder.config.cls_id).nonzero()
     hidden = encoder(tokens)[tuple(chosen.T)]
-    spread = (hidden.var(0, correction=0).mean() / hidden.square().mean()).sqrt()
+    own = [hidden[chosen[:, 0] == b].mean(0) for b in chosen[:, 0].tolist()]  # of the sequence
+    spread = ((hidden - torch.stack(own)).square().mean() / hidden.square().mean()).sqrt()
     vectors = F.normalize(hidden, dim=1)
     cosines, same = vectors @ vectors.T, chosen[:, :1] == chosen[:, 0]
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]
