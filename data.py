@@ -42,8 +42,8 @@ from lib.sources import docs_versions, find_source, short_hash
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 SPECIALS = ("[CLS]", "[PAD]", "[SEP]", "[MASK]", "[spare0]", "[spare1]", "[spare2]", "[spare3]")
 BPE_IDS = 8184  # + 8 special tokens = 8192
-# What the BPE is trained on. English stays far below all but the first of these bounds (50 M
-# characters have 0.2 M distinct words, 1.6 MB in all); text without spaces does not.
+# Bounds on the BPE's training text. English stays far below all but the first one (50 M characters
+# have 0.2 M distinct words, 1.6 MB in all); text without spaces does not.
 BPE_SAMPLE = 50_000_000  # characters of text
 BPE_WORDS = 1_000_000  # different words counted at a time
 BPE_BYTES = 4_000_000  # total bytes of the different words
@@ -180,7 +180,7 @@ def gpt2_state():
 
 
 def tokenizer_state(name, pattern, ranks, *more_specials):
-    """A tokenizer as JSON can store it: its tokens in order of rank, their bytes as latin-1."""
+    """A tokenizer in a form for JSON: its tokens in order of rank, with bytes as latin-1."""
     specials = {text: len(ranks) + i for i, text in enumerate((*more_specials, *SPECIALS))}
     ranks = [token.decode("latin-1") for token in ranks]
     digest = short_hash([pattern, ranks, specials])
@@ -419,8 +419,8 @@ class Batches:
         if self.n < 1 or corpus.n_sequences("val", L) < 1:
             raise ValueError(
                 f"{corpus.folder} has {len(corpus.train):,} tokens for training and "
-                f"{len(corpus.val):,} for validation (its second document and every 50th after "
-                f"it); a sequence of {L} needs {L - 2} of each: add documents, or use a smaller "
+                f"{len(corpus.val):,} for validation (its second document and some later ones); "
+                f"a sequence of {L} needs {L - 2} of each: add documents, or use a smaller "
                 "--block_size or a larger --data_fraction"
             )
 

@@ -611,7 +611,7 @@ def parse_args(argv=None):
         raise ValueError("--predict: docs has no test set")
     no_classes = args.task == "all" or TASKS[args.task].kind != "class"
     if args.ckpt == "bow" and (no_classes or args.eval_only or args.predict):
-        raise ValueError("--ckpt bow is for one classification task, and keeps no model")
+        raise ValueError("--ckpt bow takes one classification task, no --eval_only or --predict")
     return args
 
 

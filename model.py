@@ -20,7 +20,7 @@ The logits of one attention head, before the softmax over j, are
 
 where q_i and k_j are the query and the key after edit_qk (scores gets them before edit_qk). t is 2
 for tupe_*, 3 for deberta, 4 for bert_ad, as in their papers, and 1 for all others. A scheme is
-a sum of components, and a component overrides any of five hooks:
+a sum of components, and a component overrides any of five hooks (reset is reset_cls below):
 
     embed    added to the token embeddings       scores   logits of tokens and positions together
     bias     logits of positions alone           values   added to the output of attention
@@ -57,7 +57,7 @@ alibi               Press 2021      bias           -slope_h |r|
 
 Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
 legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` cannot be part of a
-sum, because its scale or its reset of [CLS] (see reset_cls) is defined for its own terms.
+sum, because its scale or its reset of [CLS] is defined for its own terms.
 """
 
 import math
@@ -208,7 +208,7 @@ class Encoder(nn.Module):
 
         tokens (B, L) int64 with [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
         arange(L), UNKNOWN_POS = masked; pad (B, L) bool, True = padding; causal: each token attends
-        to itself and to those before it; n_layer: stop after that many blocks.
+        to itself and to those before it; n_layer: stop after that many, without final_norm.
         -> (B, L, C). Raises ValueError if a sequence is longer than a position table.
         """
         if pos is None:
@@ -698,7 +698,7 @@ class Alibi(Component):
             return [2 ** (-8 * (h + 1) / n) for h in range(n)]
 
         n = 2 ** int(math.log2(n_head))
-        extra = powers(2 * n)[0::2]  # if H is not a power of 2: every other slope of the next
+        extra = powers(2 * n)[0::2]  # if H is not a power of 2: every other slope for 2n heads
         return powers(n) + extra[: n_head - n]
 
     def bias(self, pos):
@@ -850,7 +850,7 @@ class TupeFree(Component):
 
 
 class T5UntieCls(Component):
-    """T5's bias, [CLS] untied (TUPE sec 3.2: "can be widely applied"), theta as free scalars."""
+    """T5's bias with [CLS] untied (TUPE sec 3.2: "can be widely applied"); theta: free scalars."""
 
     combinable = False
 

@@ -379,8 +379,8 @@ class TC(Objective):
     information from their context.
 
     g = h - e, the last hidden state minus the token embedding, is what the context contributed. The
-    loss of a token is InfoNCE: the cross-entropy of picking one positive (a nearby token of the
-    same sequence) over K negatives (tokens of other sequences). Logits are cosine / temperature.
+    loss of a token, the anchor, is InfoNCE: the cross-entropy of picking one positive (a nearby
+    token of its sequence) over K negatives (tokens of other ones). Logits are cosine / temperature.
 
     Deviations: candidates are detached (as in TACO's code; the paper does not mention it), e is the
     token embedding alone (TACO's code: token and position embedding), and special tokens are
@@ -428,7 +428,7 @@ class TC(Objective):
         flattened batch."""
         B, L = eligible.shape
         order = (~eligible.flatten()).long().sort(stable=True).indices  # (B L,): eligible first
-        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1): index of its first token in `order`
+        first = (m.cumsum(0) - m)[..., None]  # (B, 1, 1): where each sequence begins in `order`
         others = (m.sum() - m).clamp(min=1)[..., None]  # (B, 1, 1): eligible tokens of others
         u = random_below(others.expand(B, L, self.cfg.tc_negatives), generator)
         u = torch.where(u >= first, u + m[..., None], u)  # skip the sequence itself
@@ -477,7 +477,7 @@ class NSP(Objective):
     prediction is made from [CLS] through BERT's pooler.
     """
 
-    kind, min_sequences = "sentence", 4  # half of them exchange, so 2 at least
+    kind, min_sequences = "sentence", 4  # half of them, at least 2, exchange halves
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
@@ -502,7 +502,7 @@ class NSP(Objective):
         after = torch.arange(L, device=device) > middle  # (B, L)
         mixed = torch.where(after, tokens[donor], tokens)
         mixed = mixed.scatter(1, middle, self.sep_id)
-        tokens = torch.where(m > 2, mixed, tokens)  # with fewer, there are no two halves
+        tokens = torch.where(m > 2, mixed, tokens)  # 2 tokens or fewer are not split
         batch.update(new_batch(tokens, self.vocab_size))
         batch["nsp_label"] = (donor != own).long()
         batch["nsp_weight"] = (m > 2)[:, 0].float()

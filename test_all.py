@@ -1,10 +1,10 @@
 """The specification of model.py, objectives.py, data.py, train.py and finetune.py, as tests.
 
-    python -m pytest test_all.py          # everything that is quick: half a minute
-    python -m pytest test_all.py -m ""    # also what takes longer
+    python -m pytest test_all.py          # the quick tests: half a minute
+    python -m pytest test_all.py -m ""    # also the slow tests
 
 Read it from top to bottom; teach/naive.py has the equations of all positional schemes. The first
-sentence of each test says which statement of which paper it proves, or which promise of ours. Each
+sentence of each test is the statement, of a paper or of our documentation, that it checks. Each
 mechanism is compared with a plain loop or with an invariant; tests/test_peers.py compares it with
 other libraries. Many tests run over PE_NAMES or OBJECTIVES, so that a new scheme or objective is
 tested as soon as it is added. Notation: B sequences of L tokens, C = d_model, H heads of dimension
@@ -107,9 +107,9 @@ def sequences(B=6, L=12):
 
 @pytest.mark.parametrize("pe", ["tupe_a", "tupe_r"])
 def test_tupe_is_two_correlations(pe):
-    """TUPE eq 9 to 11: s_ij = q_i . k_j / sqrt(2D) + v_ij, the correlation of two tokens, without
-    their positions, plus v_ij = p_i U_Q . p_j U_K / sqrt(2D), that of the two positions, with
-    projections of its own and the same in all layers. TUPE-R adds T5's bias to v_ij. (The sum of
+    """TUPE eq 9 to 11: s_ij = q_i . k_j / sqrt(2D) + v_ij. The first term is the correlation of two
+    tokens, without their positions; v_ij = p_i U_Q . p_j U_K / sqrt(2D) is that of the positions,
+    with separate projections that all layers share. TUPE-R adds T5's bias to v_ij. (The sum of
     two dot products has twice the variance of one, hence sqrt(2D).) To untie [CLS], whose position
     means nothing, its row of v becomes one learned number per head, theta_1, and the rest of its
     column another, theta_2."""
@@ -133,10 +133,10 @@ def test_tupe_is_two_correlations(pe):
         close(encoder.attention_logits(tokens)[:, h], tokens_ij + v_ij)
 
 
-# The same for all schemes (equations: teach/naive.py). Wang 2021 compares 13: none; a vector per
-# position, added to the token embedding (abs: learned, sin: sinusoids, lsin: of learned
+# Next, the same for all schemes (equations: teach/naive.py). Wang 2021 compares 13: none; a vector
+# per position, added to the token embedding (abs: learned, sin: sinusoids, lsin: with learned
 # frequencies); one per offset pos_j - pos_i, added to key j and value j (rel, rsin, rlsin); 6 sums.
-# First an encoder's weights, but none of its computations; then the encoder as a loop.
+# head_weights returns an encoder's weights; naive_encoder computes its output with loops.
 NAMES = {parts[0].__name__: pe for pe, parts in reversed(SCHEMES.items()) if len(parts) == 1}
 
 
@@ -235,7 +235,7 @@ def test_attention_equals_triple_loop(pe, norm):
 
 
 def test_t5_buckets():
-    """Buckets are exact up to 7, then logarithmic up to 128; later tokens have their own (T5)."""
+    """Buckets are exact up to 7, then logarithmic up to 128, separately for each sign (T5)."""
     r, some = torch.arange(-1000, 1001), torch.tensor([0, -1, 1, -7, -8, -16, -32, -64, -128, 128])
     assert model_module.t5_bucket(r).tolist() == [naive.bucket(x) for x in r.tolist()]
     assert model_module.t5_bucket(some).tolist() == [0, 1, 17, 7, 8, 10, 12, 14, 15, 31]
@@ -278,8 +278,8 @@ def test_shifted_positions(pe):
 
 @pytest.mark.parametrize("pe", ALL_PE)
 def test_causal_and_padding_masks(pe):
-    """The causal mask is by index, whatever the positions: in one layer, token i sees what it sees
-    if the sequence ends with it. A padded token is treated as if it were not there."""
+    """The causal mask is by index, whatever the positions: in one layer, the output for token i is
+    that of the sequence cut after i. A padded token is treated as if it were not there."""
     encoder, tokens, pos = tiny(pe, n_layer=1), sequences(3, 7), torch.tensor([0, 4, 2, 5, 1, 3, 6])
     hidden = encoder(tokens, pos, causal=True)
     for i in range(7):
@@ -292,7 +292,7 @@ def test_causal_and_padding_masks(pe):
 
 @pytest.mark.parametrize("pe", ALL_PE)
 def test_longer_than_max_len(pe):
-    """Tables of absolute positions refuse longer sequences; all other schemes extrapolate."""
+    """Schemes with a table of positions reject longer sequences; all others accept them."""
     encoder = tiny(pe)
     if any(name in pe for name in ("abs", "bert_", "tupe")):
         refuses(r"13 tokens is longer than the position table \(12\)", encoder, sequences(2, 13))
@@ -511,8 +511,8 @@ PAIR_LOSSES += [("pmlm", "rel_k", dict(pair_scores="content", pair_head="linear"
 @pytest.mark.parametrize("name, pe, cfg", PAIR_LOSSES, ids=str)
 def test_pair_losses_equal_a_loop(name, pe, cfg):
     """RPP 3.1: the true offset j - i of a pair is predicted, as one of 2L - 1 classes, from its H
-    attention logits alone: those of one more attention layer on the final hidden states, with the
-    scheme's terms for the assigned positions ("content": without). psi, an MLP ("linear": a linear
+    attention logits alone: those of one more attention layer (deviation), with the scheme's terms
+    for the assigned positions ("content": without). psi, an MLP ("linear": a linear
     layer), turns them into class logits. The loss is the mean cross-entropy over ordered pairs of
     ordinary tokens: pplm takes all, pmlm those with a masked position, pplm_some those in which
     both moved; pplm_binary predicts whether the assigned offset is the true one (two classes)."""
@@ -540,8 +540,8 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
 
 
 def test_chunks_change_nothing():
-    """The pair head takes pairs in chunks and keeps nothing of them for the backward pass. Loss,
-    accuracy and gradients do not depend on their size."""
+    """The pair head takes pairs in chunks and recomputes their logits in the backward pass. Loss,
+    accuracy and gradients do not depend on the chunk size."""
     model, _, batch = corrupted("pplm", "tupe_r")
     results, saved, parameters = [], [], list(model.parameters())
     for model.objectives["pplm"].chunk_size in (10**6, 7, 1):
@@ -567,7 +567,7 @@ def test_tc_positives_and_negatives():
     uniformly (TACO). tc_candidates holds indices into the flattened batch, the positive first."""
     stats = pytest.importorskip("scipy.stats")
     model, tokens = pretraining("tc", tc_negatives=20), sequences()
-    tokens[2, 1:-1] = tokens[3, 2:-1] = SEP  # a single token, in 3, has no positive
+    tokens[2, 1:-1] = tokens[3, 2:-1] = SEP  # the only token of sequence 3 has no positive
     tokens[2, [2, 9]] = 5  # none is near: each is the other's positive
     ordinary, b = tokens < CLS, torch.arange(6)[:, None, None]
     positives, negatives = Counter(), Counter()
@@ -636,8 +636,8 @@ def test_tc_of_a_constant_context():
 
 def test_nsp():
     """Next sentence prediction (BERT): the middle token becomes [SEP], half of the sequences get
-    the second half of another one, and [CLS] tells which. One without two halves is left alone and
-    not scored."""
+    the second half of another one, and [CLS] predicts which. A sequence too short to split is
+    unchanged and not scored."""
     model, tokens, replaced = pretraining("nsp"), sequences(9), Counter()
     tokens[2, 3:-1] = SEP  # two tokens
     for seed in range(100):
@@ -732,8 +732,8 @@ def test_corruption_is_a_function_of_its_key():
 
 
 def enumerated_baselines(n, k):
-    """{baseline: nats}, from every selection, permutation and pair: what a predictor knows of the
-    pair, and how often each offset is then the true one."""
+    """Enumerate every selection, permutation and pair, and count the true offsets given what each
+    predictor knows -> {baseline: nats}."""
     seen = defaultdict(lambda: defaultdict(Counter))
     for selected in itertools.combinations(range(n), k):
         for order in itertools.permutations(selected):
@@ -806,7 +806,7 @@ def naive_bpe(words, n_ids):
 
 @pytest.mark.parametrize("n_words, longest", [(300, 9), (8, 9), (20, 60)])  # the second ends early
 def test_bpe_equals_naive_bpe(n_words, longest):
-    """train_bpe gives the ids of the definition, in its order; ties go to the smaller bytes."""
+    """train_bpe gives the tokens of naive_bpe in the same order; ties go to the smaller bytes."""
     rng, words = random.Random(1), Counter({b"aaaaa": 3, b"abababa": 2})
     for _ in range(n_words):
         words["".join(rng.choices("abcdé", k=rng.randint(1, longest))).encode()] += 1
@@ -871,7 +871,7 @@ def test_validation_sequences_cover_the_stream(corpus):
 # ==================================================================================================
 # train.py
 
-# The papers' sizes and schedules: RPP app. A; TACO sec 5; Wang 2021 app. B; TUPE app. A.
+# Sizes and schedules of the presets: RPP app. A; TACO sec 5; Wang 2021 app. B; TUPE app. A.
 # fmt: off
 PUBLISHED = {  # layers, C, heads, FFN, L, batch, lr, warm-up, steps, beta2, eps, mask_rate
     "rpp":  (12, 256, 16, 1024, 128, 64, 5e-4, 1000, 40_000, 0.98, 1e-6, 0.30),
@@ -886,7 +886,7 @@ PUBLISHED = {  # layers, C, heads, FFN, L, batch, lr, warm-up, steps, beta2, eps
 
 @pytest.mark.parametrize("preset", train.PRESETS)
 def test_presets(preset):
-    """A preset has the numbers of its paper, and a flag overrides it. A run is named after its
+    """A preset has the numbers of PUBLISHED, and a flag overrides it. A run is named after its
     data, preset, scheme, objective and seed."""
     args = train.parse_args(["--preset", preset])
     batch = args.batch_size * args.grad_accum
@@ -937,7 +937,7 @@ def test_what_the_optimizer_gets(run, monkeypatch):
 
 def test_accumulation_equals_a_larger_batch(run, tmp_path, monkeypatch):
     """Two micro-batches of 4 have the gradients of one batch of 8 and its loss, if no objective
-    draws at random and all sequences have the same number of tokens (clm, and no text ends)."""
+    draws at random and all sequences have the same number of tokens (clm, long documents)."""
     gradients, clip = [], torch.nn.utils.clip_grad_norm_
 
     def spy(parameters, max_norm):
@@ -1029,7 +1029,7 @@ def test_resume_is_bit_exact(run, tmp_path, pe, objective):
 
 def test_resume_refuses_another_run(run, capsys):
     """A folder that holds a run is refused without --resume, and other flags are refused with it,
-    except for those that do not determine the result."""
+    except for those that change it by rounding at most."""
     folder = run("run", "--steps 3")
     before = (folder / "ckpt.pt").read_bytes()
     for flags, message in {
@@ -1052,8 +1052,8 @@ def test_resume_refuses_another_run(run, capsys):
 
 @pytest.mark.parametrize("pe", ["abs", "tupe_r", "tupe_a_free", "bert_ad", "rel_k", "lsin+rel"])
 def test_warm_start_grows_tables(pe):
-    """With a larger max_len (Wang 2021 trains at 128, then at 512), the model does to short
-    sequences what it did, masked positions and offset classes included; new rows are fresh."""
+    """With a larger max_len (Wang 2021 trains at 128, then at 512), outputs for short sequences
+    are unchanged, also for masked positions and offset classes; new rows are as initialized."""
     short, long, outputs = pretraining("pplm", pe), pretraining("pplm", pe, L=20), []
     fresh, config = copy.deepcopy(long.state_dict()), dataclasses.asdict(short.encoder.config)
     done = warm_start(long, {"model": short.state_dict(), "config": config}, "run")
@@ -1075,7 +1075,7 @@ def test_warm_start_grows_tables(pe):
 
 def test_init_from(run, capsys):
     """A run may start from one with another scheme (Wang 2021 replaces that of a trained model),
-    objective or block size; it says what it did, and is resumed without what it started from."""
+    objective or block size; it prints what was loaded, and resumes without the original run."""
     short = run("short", "--steps 3 --pe tupe_r")
     flags = f"--steps 1 --lr 1e-9 --init_from {short} --block_size 24 --pe t5 --objective clm"
     other, out = run("other", flags), capsys.readouterr().out

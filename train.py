@@ -70,8 +70,8 @@ WEB = dict(dataset="wikibooks", tokenizer="gpt2")
 ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
 ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
 # demo and lab are our own; they are short, so they have no dropout. The others follow their papers,
-# except for rpp's warm-up, betas and weight decay, and for wang's width, heads and steps (the paper
-# gives epochs).
+# but rpp's warm-up, betas and weight decay are ours, and so are wang's width, heads and steps (the
+# paper gives epochs).
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
@@ -93,7 +93,7 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags, because they do not determine the result. (init_from and
+# A resumed run may change these flags: they change the result by rounding at most. (init_from and
 # init_embeddings matter at step 0 only. For the data and grad_accum, `identity` in train() holds
 # what must not change: token counts, tokenizer, and micro-batches per step.)
 FREE_FLAGS = set(
@@ -235,7 +235,7 @@ def train(args, status):
     n_micro = args.grad_accum * world  # micro-batches per step
     for path, source in sources.items():
         if source["tokenizer_hash"] != corpus.meta["tokenizer_hash"]:
-            raise ValueError(f"{path} was trained with a different tokenizer than this data's")
+            raise ValueError(f"{path} was trained with a different tokenizer from the data's")
     if args.init_from in sources:
         changes = warm_start(model, sources[args.init_from], args.init_from)
         if rank == 0:
@@ -324,7 +324,7 @@ def train(args, status):
 
             # Data, corruption and dropout depend on (seed, step, micro) alone, so resuming needs no
             # RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
-            # (Not bit for bit in fp16: DDP averages after scaling the loss, grad_accum before.)
+            # (In fp16 only up to rounding: grad_accum divides the loss before scaling, DDP after.)
             for accum in range(args.grad_accum):
                 micro = accum * world + rank
                 tokens = torch.from_numpy(batches(step * n_micro + micro, args.batch_size))
@@ -442,8 +442,8 @@ def evaluate(model, validation, amp, device):
 @torch.no_grad()
 def sample(model, tokens):
     """What the model predicts for the beginning of a validation sequence (1, L) -> text: masked
-    tokens as [predicted|true], or permuted tokens and the order predicted for them; empty for other
-    objectives."""
+    tokens as [predicted|true], or the tokens in their assigned and their predicted order; empty for
+    other objectives."""
     encoder, cfg = model.encoder, model.encoder.config
     names = [name for name in model.names if name in ("mlm", "pmlm", "pplm", "pplm_some")]
     if not names:

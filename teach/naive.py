@@ -1,13 +1,13 @@
 """The papers' equations as plain loops over pairs of tokens. Read this first; it takes 20 minutes.
 
 A sequence has L tokens, and token 0 is [CLS]. In attention, token i (the query) attends to every
-token j (the key); how strongly is given by a number s_ij, the logit. Without positions the logit is
+token j (the key); a number s_ij, the logit, says how strongly. Without positions the logit is
 q_i . k_j / sqrt(D), which depends on the tokens alone: if the sequence is shuffled, the same logits
 appear in another order. So the model has to be given each token's position. This file has every
 way of doing so that model.py implements; model.py computes the same logits for all pairs at once.
 
 Notation, for one head of one layer: q_i is the query of token i, k_j the key of token j, v_j its
-value, vectors of D numbers each. pos[i] is the position assigned to token i, or MASKED, and
+value; each is a vector of D numbers. pos[i] is the position assigned to token i, or MASKED, and
 r = pos[j] - pos[i] is the offset of a pair. w holds the learned weights of a scheme, as this head
 of this layer uses them:
 

@@ -112,7 +112,7 @@ def opr(A, first=None):
 
 def order(A, first=None):
     """-> [opr, the share of pairs that are ties]. Ties count as ordered, so a low opr means nothing
-    if there are many. The 2L sequences are weighted by length."""
+    if there are many. The 2L series, S_i+ and S_i-, are weighted by length."""
     tie = TIE * abs(A).max()
     shares, weight = np.zeros(2), 0
     for i in range(len(A)):
@@ -131,7 +131,7 @@ def sd(A):
     return float(abs(A - A.T)[np.triu_indices(len(A), 1)].mean())
 
 
-def db(A, l=20):  # noqa: E741 (the paper's letter)
+def db(A, l=20):  # noqa: E741 (the paper's notation)
     """Direction balance: the sum below the diagonal over the sum above it, |i - j| <= l (the text
     of Wang 2021; its formula is upside down); inf for a causal map."""
     upper = np.triu(np.tril(A, l), 1).sum()
@@ -752,7 +752,7 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
     frame, panels = pandas.DataFrame(table), []
     for title in frame.columns[1:]:
         curves = {title: (frame["step"], frame[title])}
-        panels.append(dict(title=title, curves=curves, xlabel="step", ylabel="mean cosine"))
+        panels.append(dict(title=title, curves=curves, xlabel="step", ylabel="value"))
     numbers = {"run": str(folder), "sequences": len(tokens), "steps": table}
     write(out_dir or folder / "dynamics", numbers, {"dynamics.png": panels})
 

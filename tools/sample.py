@@ -169,8 +169,8 @@ def best_order(log_p, assigned):
 
     A local search makes the best exchange of two tokens until none helps. It starts from the
     assigned positions and from the tokens sorted by their mean predicted offsets; the more likely
-    result is returned. The assigned positions themselves are excluded: most pairs did not move, so
-    a model that is unsure would just return them.
+    result is returned. The assigned positions themselves are excluded: if few tokens moved, a model
+    that is unsure would just return them.
     """
     n, L = len(assigned), log_p.size(-1) // 2 + 1
     offset = log_p.softmax(-1) @ torch.arange(1.0 - L, L)  # (n, n): expected offsets
