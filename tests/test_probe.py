@@ -207,8 +207,11 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path):
     tokens = probe.validation_sequences(corpus, 128, 16)
     chosen = (tokens < encoder.config.cls_id).nonzero()
     hidden = encoder(tokens)[tuple(chosen.T)]
-    own = [hidden[chosen[:, 0] == b].mean(0) for b in chosen[:, 0].tolist()]  # of the sequence
-    spread = ((hidden - torch.stack(own)).square().mean() / hidden.square().mean()).sqrt()
+    rest = hidden
+    for axis in (0, 1):  # without the mean of each sequence, then that of each position
+        at = chosen[:, axis]
+        rest = rest - torch.stack([rest[at == n].mean(0) for n in at.tolist()])
+    spread = (rest.square().mean() / hidden.square().mean()).sqrt()
     vectors = F.normalize(hidden, dim=1)
     cosines, same = vectors @ vectors.T, chosen[:, :1] == chosen[:, 0]
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]

@@ -21,7 +21,7 @@ indicators of this attention map are:
 The losses are measured on the run's validation text: for a position objective, a token ablation
 (the loss with true, random and shuffled tokens); for mlm, the loss at true positions. A position
 objective uses the tokens if random ones increase its loss, and their order if shuffled ones do. The
-spread of hidden states is 0 if all tokens of a sequence have the same one.
+spread of hidden states is 0 if they depend on the sequence and the position alone, not on the token.
 
 --terms splits the logits of layer 1 into token and position terms (TUPE eq 6), for the
 head whose logits depend most on positions.
@@ -700,18 +700,19 @@ def context_cosines(vectors, eligible):
 
 
 def token_spread(encoder, tokens, causal=False):
-    """How much the hidden states of a sequence's ordinary tokens differ, after each layer: the
-    standard deviation around the sequence's mean, divided by the root mean square. At 0 all tokens
-    of a sequence have the same vector, from which nothing about the tokens can be predicted.
-    tokens (B, L) -> a list of n_layer + 1 numbers, the first one for the embedding."""
-    ordinary, spreads = (tokens < encoder.config.cls_id).cpu(), []
+    """How much hidden states depend on their own tokens, after each layer: their root mean square
+    without the mean of the sequence and that of the position, divided by their root mean square.
+    At 0, tokens cannot be told apart. tokens (B, L), of which only ordinary ones count
+    -> a list of n_layer + 1 numbers, the first one for the embedding."""
+    ordinary = (tokens < encoder.config.cls_id)[..., None].cpu().double()  # (B, L, 1)
+    spreads = []
     for n in range(encoder.config.n_layer + 1):
-        hidden = encoder(tokens, causal=causal, n_layer=n).cpu().double()  # (B, L, C)
-        means = torch.stack([states[chosen].mean(0) for states, chosen in zip(hidden, ordinary)])
-        deviations = (hidden - means[:, None])[ordinary]
-        spreads.append(
-            float((deviations.square().mean() / hidden[ordinary].square().mean()).sqrt())
-        )
+        hidden = encoder(tokens, causal=causal, n_layer=n).cpu().double() * ordinary  # (B, L, C)
+        rest = hidden
+        for axis in (1, 0):  # the mean of each sequence, then of each position
+            mean = rest.sum(axis, keepdim=True) / ordinary.sum(axis, keepdim=True).clamp(min=1)
+            rest = (rest - mean) * ordinary
+        spreads.append(float((rest.square().sum() / hidden.square().sum()).sqrt()))
     return spreads
 
 
