@@ -21,7 +21,7 @@ indicators of this attention map are:
 The losses are measured on the run's validation text: for a position objective, a token ablation
 (the loss with true, random and shuffled tokens); for mlm, the loss at true positions. A position
 objective uses the tokens if random ones increase its loss, and their order if shuffled ones do. The
-spread of hidden states is 0 if they depend on the sequence and the position alone, not on the token.
+spread of hidden states is 0 if they depend on their sequence and position, but not on their token.
 
 --terms splits the logits of layer 1 into token and position terms (TUPE eq 6), for the
 head whose logits depend most on positions.
