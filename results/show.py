@@ -417,7 +417,7 @@ def draw_spread(axes, runs):
                 if f"{step:,}" == uses_tokens(row):
                     axes.plot(step, value, "o", ms=9, color=color)
     axes.set_yscale("log")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.6))
 
 
 def draw_lengths(axes, rows):
