@@ -87,9 +87,6 @@ COLUMNS = {
     "mlm loss": lambda row: row.get("val_mlm"),
     "at true positions": lambda row: row.get("mlm"),
     "copy": copy_baseline,
-    "knowing what moved": lambda row: (
-        row["baselines"].get("some_moved") or row["baselines"]["moved"]
-    ),
     "random tokens": lambda row: row["words"]["random"],
     "shuffled tokens": lambda row: row["words"]["shuffled"],
     "AUC": lambda row: row["words"]["auc"],

@@ -23,8 +23,8 @@ The losses are measured on the run's validation text: for a position objective, 
 objective uses the tokens if random ones increase its loss, and their order if shuffled ones do. The
 spread of hidden states is 0 if they depend on their sequence and position, but not on their token.
 
---terms splits the logits of layer 1 into token and position terms (TUPE eq 6), for the
-head whose logits depend most on positions.
+--terms splits the logits of layer 1 into token and position terms (TUPE eq 6), for the head
+whose logits depend most on positions.
 
 Writes probe.json and, if matplotlib is installed, figures.
 """
@@ -733,7 +733,7 @@ def word_pair_similarity(encoder, file):
 
 def dynamics(folder, pairs, out_dir, device):  # --dynamics
     """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
-    and 6). Raises ValueError, OSError."""
+    and 6), and the spread of its last hidden states. Raises ValueError, OSError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:
