@@ -272,7 +272,10 @@ def collect(folder):
             row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
         if "steps" in found:
             row["contexts"] = curve(found["steps"], "contextual score")
-            row["spreads"] = [[x["step"], float(f"{x['spread']:.3g}")] for x in found["steps"]]
+            row["spreads"] = []  # [step, spread of the embedding, of layer 1, ...]
+            for x in found["steps"]:
+                spreads = [x[key] for key in x if key.startswith("spread")]
+                row["spreads"].append([x["step"], *(float(f"{s:.3g}") for s in spreads)])
     row["scores"], row["collapsed"] = {}, []
     results = {}
     for file in [folder / "results.jsonl", *folder.glob("at_*/results.jsonl")]:

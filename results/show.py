@@ -312,12 +312,14 @@ def draw(folder, tables, rows, race):
     """
     from matplotlib.figure import Figure  # only figures need it
 
-    def figure(name, paint, chosen, x, y):
+    def figure(name, paint, chosen, x, y, panels=1):
         picture = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = picture.subplots()
-        paint(axes, chosen)
-        axes.set(xlabel=x, ylabel=y)
-        axes.spines[["top", "right"]].set_visible(False)
+        all_axes = picture.subplots(1, panels, sharey=True, squeeze=False)[0]
+        paint(*all_axes, chosen)
+        all_axes[0].set_ylabel(y)
+        for axes in all_axes:
+            axes.set_xlabel(x)
+            axes.spines[["top", "right"]].set_visible(False)
         picture.savefig(folder / name, dpi=110)
 
     def pick(names):
@@ -327,8 +329,7 @@ def draw(folder, tables, rows, race):
     figure("reading.png", draw_ablation, pick(ABLATED), "", "loss of pplm (nats)")
     figure("alone.png", draw_alone, pick(ALONE), "step", "loss of pplm (nats)")
     short = pick({name: name for name in tables["classroom"] if "-16-" in name})
-    label = "spread of the last layer's hidden states"
-    figure("spread.png", draw_spread, short, "step", label)
+    figure("spread.png", draw_spread, short, "step", "spread of hidden states", panels=2)
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     figure("lengths.png", draw_lengths, long, "tokens per sequence", "loss of mlm (nats)")
     longest = max(row["race"] for row in race)
@@ -401,20 +402,28 @@ SPREADS = {
     "2-layers": ("2 layers", "#56B4E9"),
     "4-layers": ("4 layers (BERT's post-LN)", BLUE),
 }
+LAYERS = {"classroom-16-4-layers-s1337": "--", "classroom-16-pre-s1337": "-"}
 
 
-def draw_spread(axes, runs):
-    """Spread of the last layer's hidden states over the steps of pplm, {name: row}, on a log scale.
-    A dot is the step at which a run begins to use the tokens."""
+def draw_spread(left, right, runs):
+    """Spread of hidden states over the steps of pplm, {name: row}, on a log scale. Left: the last
+    layer in all runs; a dot is the step at which a run begins to use the tokens. Right: each layer
+    in the runs of LAYERS."""
     for kind, (label, color) in SPREADS.items():
-        for row in [row for name, row in runs.items() if f"-16-{kind}-s" in name]:
-            axes.plot(*zip(*row["spreads"]), color=color, label=label)
+        for name in [name for name in runs if f"-16-{kind}-s" in name]:
+            steps, *layers = zip(*runs[name]["spreads"])  # the embedding, layer 1, ...
+            left.plot(steps, layers[-1], color=color, label=label)
             label = None  # one entry of the legend for all seeds
-            for step, value in row["spreads"]:
-                if f"{step:,}" == uses_tokens(row):
-                    axes.plot(step, value, "o", ms=9, color=color)
-    axes.set_yscale("log")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.6))
+            for step, value in zip(steps, layers[-1]):
+                if f"{step:,}" == uses_tokens(runs[name]):
+                    left.plot(step, value, "o", ms=9, color=color)
+            if name in LAYERS:
+                for n, layer in enumerate(layers[1:], 1):
+                    right.plot(steps, layer, LAYERS[name], color=color)
+                    style = dict(textcoords="offset points", va="center", annotation_clip=False)
+                    right.annotate(f"layer {n}", (steps[-1], layer[-1]), (6, 0), color=color, **style)
+    left.set_yscale("log")
+    left.figure.legend(frameon=False, ncols=3, loc="outside lower center")
 
 
 def draw_lengths(axes, rows):

@@ -216,7 +216,8 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path):
     cosines, same = vectors @ vectors.T, chosen[:, :1] == chosen[:, 0]
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]
     intra = [row[others].mean() for row, others in zip(cosines, same.fill_diagonal_(False))]
-    found = [rows[1][name] for name in ("intra-context", "inter-context", "spread")]
+    last = f"spread {encoder.config.n_layer}"
+    found = [rows[1][name] for name in ("intra-context", "inter-context", last)]
     assert found == pytest.approx([np.mean(intra), np.mean(inter), float(spread)], abs=1e-5)
 
 

@@ -733,7 +733,7 @@ def word_pair_similarity(encoder, file):
 
 def dynamics(folder, pairs, out_dir, device):  # --dynamics
     """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
-    and 6), and the spread of its last hidden states. Raises ValueError, OSError."""
+    and 6), and the spread of its hidden states. Raises ValueError, OSError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:
@@ -746,7 +746,8 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
             tokens = validation_sequences(corpus, DYNAMICS_SEQUENCES, cfg.max_len)
         hidden = [encoder(x.to(device), causal=model.causal).cpu() for x in tokens.split(16)]
         table.append({"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)})
-        table[-1]["spread"] = token_spread(encoder, tokens.to(device), model.causal)[-1]
+        spreads = token_spread(encoder, tokens.to(device), model.causal)
+        table[-1] |= {f"spread {layer}": x for layer, x in enumerate(spreads)}
         if pairs:
             table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
     print_table(table)
