@@ -312,29 +312,29 @@ def draw(folder, tables, rows, race):
     """
     from matplotlib.figure import Figure  # only figures need it
 
-    def figure(name, paint, chosen, x, y, panels=1):
+    def figure(name, paint, chosen, y, *labels):  # a panel for each label of an x axis
         picture = Figure(figsize=(8, 4.5), layout="constrained")
-        all_axes = picture.subplots(1, panels, sharey=True, squeeze=False)[0]
-        paint(*all_axes, chosen)
-        all_axes[0].set_ylabel(y)
-        for axes in all_axes:
-            axes.set_xlabel(x)
+        panels = picture.subplots(1, len(labels), sharey=True, squeeze=False)[0]
+        paint(*panels, chosen)
+        panels[0].set_ylabel(y)
+        for axes, label in zip(panels, labels):
+            axes.set_xlabel(label)
             axes.spines[["top", "right"]].set_visible(False)
         picture.savefig(folder / name, dpi=110)
 
     def pick(names):
         return {label: rows[name] for name, label in names.items() if name in rows}
 
-    figure("plateau.png", draw_plateau, rows, "step", "training loss (nats)")
-    figure("reading.png", draw_ablation, pick(ABLATED), "", "loss of pplm (nats)")
-    figure("alone.png", draw_alone, pick(ALONE), "step", "loss of pplm (nats)")
+    figure("plateau.png", draw_plateau, rows, "training loss (nats)", "step")
+    figure("reading.png", draw_ablation, pick(ABLATED), "loss of pplm (nats)", "")
+    figure("alone.png", draw_alone, pick(ALONE), "loss of pplm (nats)", "step")
     short = pick({name: name for name in tables["classroom"] if "-16-" in name})
-    figure("spread.png", draw_spread, short, "step", "spread of hidden states", panels=2)
+    figure("spread.png", draw_spread, short, "spread of hidden states", "step", "layer")
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
-    figure("lengths.png", draw_lengths, long, "tokens per sequence", "loss of mlm (nats)")
+    figure("lengths.png", draw_lengths, long, "loss of mlm (nats)", "tokens per sequence")
     longest = max(row["race"] for row in race)
     race = [row for row in race if row["race"] == longest and "curve" in row]
-    figure("race.png", draw_race, race, "minutes of training", "loss of mlm (nats)")
+    figure("race.png", draw_race, race, "loss of mlm (nats)", "minutes of training")
     terms = read_json(Path(__file__).with_name("terms.json"), runs=list)
     draw_terms(folder / "terms.png", terms["runs"])
 
@@ -402,27 +402,23 @@ SPREADS = {
     "2-layers": ("2 layers", "#56B4E9"),
     "4-layers": ("4 layers (BERT's post-LN)", BLUE),
 }
-LAYERS = {"classroom-16-4-layers-s1337": "--", "classroom-16-pre-s1337": "-"}
 
 
 def draw_spread(left, right, runs):
-    """Spread of hidden states over the steps of pplm, {name: row}, on a log scale. Left: the last
-    layer in all runs; a dot is the step at which a run begins to use the tokens. Right: each layer
-    in the runs of LAYERS."""
+    """Spread of hidden states in runs of pplm, {name: row}, on a log scale. Left: of the last layer
+    over the steps; a dot is the step at which a run begins to use the tokens. Right: of each layer
+    at the end; layer 0 is the embedding."""
     for kind, (label, color) in SPREADS.items():
-        for name in [name for name in runs if f"-16-{kind}-s" in name]:
-            steps, *layers = zip(*runs[name]["spreads"])  # the embedding, layer 1, ...
-            left.plot(steps, layers[-1], color=color, label=label)
+        for row in [row for name, row in runs.items() if f"-16-{kind}-s" in name]:
+            curve = {step: value for step, *_, value in row["spreads"]}
+            left.plot(*zip(*curve.items()), color=color, label=label)
             label = None  # one entry of the legend for all seeds
-            for step, value in zip(steps, layers[-1]):
-                if f"{step:,}" == uses_tokens(runs[name]):
+            for step, value in curve.items():
+                if f"{step:,}" == uses_tokens(row):
                     left.plot(step, value, "o", ms=9, color=color)
-            if name in LAYERS:
-                for n, layer in enumerate(layers[1:], 1):
-                    right.plot(steps, layer, LAYERS[name], color=color)
-                    style = dict(textcoords="offset points", va="center", annotation_clip=False)
-                    right.annotate(f"layer {n}", (steps[-1], layer[-1]), (6, 0), color=color, **style)
+            right.plot(row["spread"], "o-", color=color)
     left.set_yscale("log")
+    right.set_xticks(range(5))
     left.figure.legend(frameon=False, ncols=3, loc="outside lower center")
 
 
