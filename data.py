@@ -221,8 +221,8 @@ def word_starts(tokenizer, vocab_size):
     for i in range(vocab_size - len(SPECIALS)):
         token = tokenizer.decode_single_token_bytes(i)
         continues_character = 0x80 <= token[0] < 0xC0
-        # A token may end inside its first character. Bytes that typically follow complete it, so
-        # that it can be decoded and classified.
+        # A token may hold only the first bytes of a character. Append typical continuation bytes,
+        # so that the character can be decoded and classified.
         rest = b"\xb1" if token[0] < 0xE0 else b"\x80\x80\x80"
         first = (token + rest).decode("utf-8", "replace")[0]
         last = token.decode("utf-8", "replace")[-1]

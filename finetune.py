@@ -372,7 +372,7 @@ def train(model, rows, chosen, lr, seed, args):
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
     epochs = (batches_by_length(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
     batches = itertools.chain.from_iterable(epochs)
-    # Steps with a non-finite gradient; with fp16, only the latest consecutive ones.
+    # How many steps had a non-finite gradient; with fp16, how many in a row up to now.
     n_bad = torch.zeros((), device=args.device)
     model.train()
     bar = tqdm(batches, f"{model.name} seed {seed}", steps, leave=False, disable=None)
@@ -542,7 +542,8 @@ def report(results, args):
                 f"{rows[0]['lr']!s:>9}{len(values):7}{sum(row['one_class'] for row in rows):11}"
                 f"{statistics.mean(row['seconds'] for row in rows):7.0f}  {source}"
             )
-    for paper, mean in paper_averages(scores).items() if args.task == "all" else ():
+    averages = paper_averages(scores) if args.task == "all" else {}
+    for paper, mean in averages.items():
         shown = f"{mean:.4f}" if isinstance(mean, float) else f"needs {', '.join(mean)}"
         print(f"{paper}'s average: {shown}")
 

@@ -20,7 +20,8 @@ The logits of one attention head, before the softmax over j, are
 
 where q_i and k_j are the query and the key after edit_qk (scores gets them before edit_qk). t is 2
 for tupe_*, 3 for deberta, 4 for bert_ad, as in their papers, and 1 for all others. A scheme is
-a sum of components, and a component overrides any of five hooks (reset is reset_cls below):
+a sum of components, and a component overrides any of five hooks. In the table, reset(...) is the
+function reset_cls below:
 
     embed    added to the token embeddings       scores   logits of tokens and positions together
     bias     logits of positions alone           values   added to the output of attention
@@ -199,8 +200,8 @@ class Encoder(nn.Module):
         self.scheme = PositionalScheme(cfg)
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
-        final_norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.final_norm = final_norm if cfg.norm == "pre" else None
+        pre = cfg.norm == "pre"
+        self.final_norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps) if pre else nn.Identity()
         self.apply(init_weights)
 
     def forward(self, tokens, pos=None, pad=None, causal=False, n_layer=None):
@@ -218,9 +219,7 @@ class Encoder(nn.Module):
         bias = self.scheme.bias_and_mask(pos, pad, causal, compute_dtype(x))
         for block in self.blocks[:n_layer]:
             x = block(x, self.scheme, pos, bias)
-        if self.final_norm is not None and n_layer is None:
-            x = self.final_norm(x)
-        return x
+        return self.final_norm(x) if n_layer is None else x
 
     def embed(self, tokens, pos):
         """tokens (B, L), Positions -> the input of the first block, before dropout (B, L, C)."""
@@ -351,7 +350,7 @@ def sum_by_offset(A, rows, n_rows):
 
 def bias_from_table(table, index):
     """table (R, H), one scalar per head in each row; index (B, L, L), where B may be 1
-    -> (B, H, L, L). (The gradient of table[index] is nondeterministic with several threads.)"""
+    -> (B, H, L, L). (Not table[index]: its gradient is nondeterministic with several threads.)"""
     B, L, _ = index.shape
     scalars = table.t().expand(B, -1, -1)  # (B, H, R)
     index = index.view(B, 1, L * L).expand(-1, table.size(1), -1)  # (B, H, L L)
@@ -931,7 +930,7 @@ def parse_pe(pe: str) -> list:
             if not component.combinable:
                 raise ValueError(f"--pe {pe}: {name} cannot be part of a sum")
             if component in components:
-                raise ValueError(f"--pe {pe}: {name} is in the sum already")
+                raise ValueError(f"--pe {pe}: {name} repeats a part of the sum")
             components.append(component)
     return components
 

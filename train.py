@@ -314,7 +314,7 @@ def train(args, status):
         status.running = True
         row, sums, since, t0 = None, defaultdict(float), step, time.perf_counter()
         started = t0
-        # Steps with a non-finite gradient; with fp16, only the latest consecutive ones.
+        # How many steps had a non-finite gradient; with fp16, how many in a row up to now.
         n_bad = torch.zeros((), device=device)
         model.train()
         while step < args.steps:

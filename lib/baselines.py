@@ -1,4 +1,4 @@
-"""Baselines: the loss in nats of a predictor that knows only ..., printed beside a model's loss.
+"""Baselines: the losses, in nats, of predictors that know only part of the input.
 
 For pplm and its variants, sequences have n = L - 2 eligible tokens, and `prior` is p(r) ~ n - |r|
 for r != 0. Each later baseline also knows what the earlier ones know: `copy` knows the two
@@ -12,7 +12,8 @@ import math
 
 import numpy as np
 
-N_SPECIALS = 8
+from model import N_SPECIALS
+
 KNOWS = {  # "a predictor that knows only ..."
     "uniform": "the set of classes",
     "unigram": "token frequencies",

@@ -149,8 +149,8 @@ class RunFailed(Exception):
 def leave(code, message=""):
     """Print the message, if any, as one line and exit.
 
-    With several processes, exit without running destructors: gloo's join a thread that waits for
-    the GIL while they hold it, and can hang forever (pytorch#190489).
+    With several processes, exit without running destructors. Those of gloo hold the GIL while they
+    wait for a thread that needs it, so they can hang forever (pytorch#190489).
     """
     if message:
         message = re.sub(r"(\S{200})\S+", r"\1...", " ".join(message.split()))

@@ -112,7 +112,7 @@ def command_line(script, flags):
         else:
             values = value if isinstance(value, (tuple, list)) else [value]
             words.append(f"--{name}")
-            words += [f"{x:g}" if isinstance(x, float) else str(x) for x in values if x is not True]
+            words += [str(x) for x in values if x is not True]
     return shlex.join(words)
 
 

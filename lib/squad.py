@@ -5,7 +5,7 @@ import itertools
 import re
 import string
 from collections import Counter
-from operator import itemgetter
+from operator import eq, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -174,10 +174,6 @@ def normalize_answer(text):
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
-def exact_match(gold, text):
-    return gold == text
-
-
 def answer_f1(gold, text):
     """F1 over the words of two normalized answers; 1 if both are empty (as in the official script
     of v2.0)."""
@@ -208,7 +204,7 @@ SQUAD = Task(
     (),
     kind="span",
     repo="rajpurkar/squad",
-    metrics={"em": best_over_golds(exact_match), "f1": best_over_golds(answer_f1)},
+    metrics={"em": best_over_golds(eq), "f1": best_over_golds(answer_f1)},
     extension="-v1.1.json",
     read=read_squad,
     read_hub=read_hub,

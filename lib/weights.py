@@ -66,4 +66,4 @@ def grow(target, trained, old_len, added):
         elif new > old:
             rows[old_len:] += added
         index.append(rows)
-    target[torch.meshgrid(*index, indexing="ij")] = trained.to(target.device)
+    target[torch.meshgrid(*index, indexing="ij")] = trained.to(target)  # its device and dtype

@@ -1,7 +1,7 @@
 """The loss of mlm after equal wall-clock time: this project's models beside transformers'.
 
     OMP_NUM_THREADS=1 python -m results.race 20      # minutes of training per model; two hours
-    python -m results.race 5 --pe tupe_r,rope        # other schemes; flags of train.py, too
+    python -m results.race 5 --pe tupe_r,rope        # other schemes; some flags of train.py, too
 
 All models have the same size, sequences, masks, vocabulary and optimizer. How many steps fit into
 the minutes is measured first, with the models taking turns. Each model is then trained for that
@@ -29,6 +29,8 @@ from tools.hf import SIZES, transformers
 FILE = Path(__file__).with_name("bench-race.json")
 WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
 POINTS = 20  # of a model's curve
+# The flags of train.py that may be given: those that a row records, and where to run.
+FLAGS = {*"preset seed lr dtype batch_size block_size mask_rate cache device".split()}
 # transformers' classes, as their users would set them. RoBERTa adds positions at the input, MPNet
 # also adds T5's bias, and DeBERTa-v3 uses relative positions.
 PEERS = {
@@ -45,8 +47,8 @@ PEERS = {
 
 
 class Peer(nn.Module):
-    """A model of transformers that is trained on our batches: our token ids, with consecutive
-    positions, and without an id that is treated as padding."""
+    """A model of transformers that is trained on our batches: our token ids at positions
+    0 to L - 1. No id counts as padding, so all embeddings are trained."""
 
     def __init__(self, name, ours):
         super().__init__()
@@ -181,6 +183,8 @@ def main(argv=None):
         if transformers is None:
             raise ValueError("this needs transformers: pip install -r requirements-dev.txt")
         args = train.parse_args(more)
+        if unknown := args.given.keys() - FLAGS:
+            raise ValueError(f"--{min(unknown)} is not one of --{', --'.join(sorted(FLAGS))}")
         args.device = pick_device(args.device)
         args.dtype = pick_dtype(args.device, args.dtype)[0]
         keep_memory()

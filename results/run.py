@@ -4,8 +4,8 @@
     python -m results.run first              # train twelve schemes and compare with our losses
     python -m results.run pplm               # run what a table lacks; the same command resumes
     python -m results.run pplm-3e-3          # one run, all seeds (pplm-3e-3-s1: one seed)
-    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU; prints
-                                             # the hours that it takes first
+    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU; first
+                                             # prints how many hours it takes
 
 Some tables need text to train on, GLUE, or minimal pairs:
 
@@ -320,16 +320,18 @@ def run_first(more):
 def check_data(wanted):
     """Print which tasks are left out, and how long a paper's table takes. wanted: (table, run)
     pairs. Raises ValueError if an environment variable is missing."""
-    tasks = {x[0] for table, name in wanted for x in fine_tunings(TABLES[table][name][1], 1)}
-    tasks.discard("docs")
     of_papers = [pair for pair in wanted if pair[0] in PAPERS]
+    tuned = [(table, fine_tunings(TABLES[table][name][1], 1)) for table, name in wanted]
+    tuned = {(table, task) for table, parts in tuned for task, *_ in parts if task != "docs"}
     needed = {"TEXT": any(find(name)[0] in WEB for _, name in wanted)}
-    needed["GLUE"] = tasks and len(of_papers) < len(wanted)
+    needed["GLUE"] = any(table not in PAPERS for table, _ in tuned)  # else it may be the hub's
     for variable in needed:
         if needed[variable] and variable not in os.environ:
             raise ValueError(f"this needs ${variable}: see python -m results.run --help")
-    for task in sorted(tasks) if "GLUE" in os.environ else ():
-        if not Path(os.environ["GLUE"], folder := finetune.TASKS[task].folder).exists():
+    glue = os.environ.get("GLUE")
+    for task in sorted({task for _, task in tuned}):
+        folder = finetune.TASKS[task].folder
+        if glue and not Path(glue, folder).exists():
             print(f"{task}: no {folder} in $GLUE, left out")
     total = np.zeros(2)
     for pair in of_papers:

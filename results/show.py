@@ -179,7 +179,8 @@ def table_lines(table, runs, rows):
         line = {"run": name, "seeds": ", ".join(str(row["args"]["seed"]) for row in group)}
         for column in SHOWN.get(table, "loss|published").split("|"):
             line[column] = join_seeds(map(COLUMNS[column], group))
-        for length in group[0].get("lengths", ()) if table == "lengths" else ():
+        lengths = group[0].get("lengths", ()) if table == "lengths" else ()
+        for length in lengths:
             line[length] = join_seeds(row.get("lengths", {}).get(length) for row in group)
         tuned = runs[group[0]["run"]][1]
         if tuned:
@@ -263,7 +264,7 @@ def correlations(rows):
             run[f"opr {n}"], run[f"db {n}"] = values
         found.append(run)
     means = pandas.DataFrame(found).groupby("pe").mean().drop("none", errors="ignore")
-    lines = {name: {"violated": name} for name in means.columns.drop("loss")}
+    lines = {name: {"indicator": name} for name in means.columns.drop("loss")}
     for kept in (means, means[means.loss > -6]):
         n = len(kept)
         pearson, ranks = kept.corr().loss, kept.rank().corr().loss

@@ -249,7 +249,7 @@ def test_home_folders_and_spaces(corpus_file, tmp_path, monkeypatch, capsys):
 EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--pe foo": "tupe_r",
     "--pe rope+tupe_r": "tupe_r cannot be part of a sum",
-    "--pe bert_r+t5": "t5 is in the sum already",
+    "--pe bert_r+t5": "t5 repeats a part of the sum",
     "--pe rope --d_model 10": "even width",
     "--pe rope --objective pmlm": "rope",
     "--n_head 3": "--d_model 16 is not a multiple of --n_head 3",

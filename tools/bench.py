@@ -240,6 +240,7 @@ def agree(variants):
     gradient's norm."""
     print(f"{'pe':19}{'objective':12}{'loss on a CPU':>14}{'difference':>12}{'gradient error':>17}")
     for v in variants:
+        torch._dynamo.reset()  # as in time_in_turns
         torch.manual_seed(0)
         model, cfg, args = build(v)
         model.eval()  # no dropout

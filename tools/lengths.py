@@ -86,7 +86,9 @@ def main(argv=None):
         lengths, path = parse_lengths(args.lengths), args.ckpt or newest_run()
         model = load_pretraining(path)
         if "mlm" not in model.objectives:
-            raise ValueError(f"--lengths scores mlm; {path} is {'+'.join(model.names)}")
+            raise ValueError(
+                f"only mlm can be scored; {path} was trained with {'+'.join(model.names)}"
+            )
         text = masked_text(run_corpus(model.run_info), model.objectives["mlm"], lengths[-1])
         model.to(pick_device(args.device))
         width = 32 if lengths[-1] <= 256 else 64

@@ -634,6 +634,7 @@ def compare_runs(patterns, out_dir, device):  # --runs
         run = {
             "run": folder.name,
             **numbers,
+            "spread": numbers["spread"] and numbers["spread"][-1],  # of the last layer
             "steps": step,
             "val_loss": val_loss,
             **numbers["indicators"]["with_specials"],

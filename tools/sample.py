@@ -285,7 +285,7 @@ def print_sample(model, text):
 def accepted_texts(model):
     """-> which texts a pre-trained model takes, in words."""
     names = ["position" if part.kind == "position" else n for n, part in model.objectives.items()]
-    return " or ".join(TEXTS[name] for name in names)
+    return " or ".join(TEXTS[name] for name in names if name in TEXTS) or "no text"
 
 
 def print_predictions(model, text):
