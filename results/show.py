@@ -285,7 +285,7 @@ CURVES |= {"tupe_a": GREEN, "tupe_r": GREEN}
 LARGER = {"lab-abs-mlm-s1337": "abs, lab size", "lab-abs-mlm+pplm-s1337": "abs, lab, with pplm"}
 ABLATED = {
     "pplm-3e-3-s1337": "alone",
-    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of three",
+    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of four",
     "pplm-5e-4-s1337": "alone, RPP's\nlearning rate",
     "pplm-embeddings-s1337": "alone, on mlm's\nembeddings",
     "pplm-embeddings-frozen-s1337": "the same, frozen:\none seed of three",
@@ -301,7 +301,9 @@ ALONE = {
     "pplm-after-mlm-3e-3-s1337": "initialized from an mlm run",
     "pplm-30000-s1337": "from scratch, seed 1",
     "pplm-30000-s1": "from scratch, seed 2",
-    "pplm-30000-s2": "from scratch, seed 3",
+        "pplm-30000-s2": "from scratch, seed 3",
+    "pplm-30000-s3": "from scratch, seed 4",
+
 }
 COPY = "copy: lowest loss without using the tokens"
 
