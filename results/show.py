@@ -301,9 +301,8 @@ ALONE = {
     "pplm-after-mlm-3e-3-s1337": "initialized from an mlm run",
     "pplm-30000-s1337": "from scratch, seed 1",
     "pplm-30000-s1": "from scratch, seed 2",
-        "pplm-30000-s2": "from scratch, seed 3",
+    "pplm-30000-s2": "from scratch, seed 3",
     "pplm-30000-s3": "from scratch, seed 4",
-
 }
 COPY = "copy: lowest loss without using the tokens"
 
