@@ -400,6 +400,7 @@ def draw_alone(axes, runs):
 SPREADS = {
     "1-layers": ("1 layer", GREEN),
     "pre": ("4 layers, pre-LN", ORANGE),
+    "batch-512": ("4 layers, batch 512", "#CC79A7"),
     "mlm.1": ("4 layers, with mlm weighted .1", "#E69F00"),
     "2-layers": ("2 layers", "#56B4E9"),
     "4-layers": ("4 layers (BERT's post-LN)", BLUE),
