@@ -124,8 +124,8 @@ def keep_memory():
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):  # glibc
-            # M_MMAP_THRESHOLD; older versions refuse more than 32 MiB. Without it, M_TRIM_THRESHOLD
-            # would fix it at 128 KiB.
+            # M_MMAP_THRESHOLD; older versions refuse more than 32 MiB. If it is not set, setting
+            # M_TRIM_THRESHOLD would fix it at 128 KiB.
             if libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25):
                 libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 

@@ -73,7 +73,7 @@ def read_tsv(task, file, is_test=False):
     if bad and (is_test or len(bad) > len(rows) / 1000):
         raise ValueError(f"{file}, line {bad[0]}: not {len(columns)} columns")
     if bad:
-        print(f"{file}: {len(bad)} rows skipped, which do not have {len(columns)} columns")
+        print(f"{file}: skipped {len(bad)} rows that do not have {len(columns)} columns")
     if not rows:
         raise ValueError(f"{file} has no rows")
     return rows

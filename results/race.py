@@ -139,6 +139,7 @@ def train_for(steps, name, args, corpus, batches):
 
 
 def race(minutes, schemes, args):
+    """Train each model for this many minutes, unless it has a row, and print the table."""
     corpus = data.prepare("docs", "bpe", args.cache)
     batches = data.Batches(corpus, args.block_size, args.seed)
     dtype = str(args.dtype).removeprefix("torch.")

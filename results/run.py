@@ -321,15 +321,18 @@ def check_data(wanted):
     """Print which tasks are left out, and how long a paper's table takes. wanted: (table, run)
     pairs. Raises ValueError if an environment variable is missing."""
     of_papers = [pair for pair in wanted if pair[0] in PAPERS]
-    tuned = [(table, fine_tunings(TABLES[table][name][1], 1)) for table, name in wanted]
-    tuned = {(table, task) for table, parts in tuned for task, *_ in parts if task != "docs"}
-    needed = {"TEXT": any(find(name)[0] in WEB for _, name in wanted)}
-    needed["GLUE"] = any(table not in PAPERS for table, _ in tuned)  # else it may be the hub's
+    needed = {"TEXT": any(find(name)[0] in WEB for _, name in wanted), "GLUE": False}
+    tasks = set()
+    for table, name in wanted:
+        for task, *_ in fine_tunings(TABLES[table][name][1], 1):
+            if task != "docs":
+                tasks.add(task)
+                needed["GLUE"] |= table not in PAPERS  # theirs may come from the hub
     for variable in needed:
         if needed[variable] and variable not in os.environ:
             raise ValueError(f"this needs ${variable}: see python -m results.run --help")
     glue = os.environ.get("GLUE")
-    for task in sorted({task for _, task in tuned}):
+    for task in sorted(tasks):
         folder = finetune.TASKS[task].folder
         if glue and not Path(glue, folder).exists():
             print(f"{task}: no {folder} in $GLUE, left out")
