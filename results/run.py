@@ -272,6 +272,7 @@ def collect(folder):
             row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
         if "steps" in found:
             row["contexts"] = curve(found["steps"], "contextual score")
+            row["entropies"] = curve(found["steps"], "entropy")
             row["spreads"] = []  # [step, spread of the embedding, of layer 1, ...]
             for x in found["steps"]:
                 spreads = [x[key] for key in x if key.startswith("spread")]

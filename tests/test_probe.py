@@ -200,7 +200,8 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
 
 def test_dynamics_of_a_run(runs, corpus, tmp_path):
     """TACO app. A.3: the mean cosine of each token with the others of its sequence, and with those
-    of other sequences, for each kept checkpoint; and the spread of hidden states."""
+    of other sequences, for each kept checkpoint; the spread of hidden states; the entropy of
+    attention."""
     rows = results(probe.main, tmp_path / "out", "--dynamics", runs / "abs")["steps"]
     assert [row["step"] for row in rows] == [4, 8, 12]
     encoder = probe.load_pretraining(runs / "abs" / "ckpt_8.pt").encoder
@@ -216,9 +217,14 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path):
     cosines, same = vectors @ vectors.T, chosen[:, :1] == chosen[:, 0]
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]
     intra = [row[others].mean() for row, others in zip(cosines, same.fill_diagonal_(False))]
+    entropies = [
+        torch.distributions.Categorical(encoder.attention(tokens[:16], layer)).entropy().mean()
+        for layer in range(encoder.config.n_layer)
+    ]
     last = f"spread {encoder.config.n_layer}"
-    found = [rows[1][name] for name in ("intra-context", "inter-context", last)]
-    assert found == pytest.approx([np.mean(intra), np.mean(inter), float(spread)], abs=1e-5)
+    found = [rows[1][name] for name in ("intra-context", "inter-context", last, "entropy")]
+    expected = [np.mean(intra), np.mean(inter), float(spread), np.mean(entropies)]
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_blimp_of_a_run(runs, tmp_path):

@@ -734,7 +734,8 @@ def word_pair_similarity(encoder, file):
 
 def dynamics(folder, pairs, out_dir, device):  # --dynamics
     """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
-    and 6), and the spread of its hidden states. Raises ValueError, OSError."""
+    and 6), the spread of its hidden states, and the mean entropy of its attention in nats. Raises
+    ValueError, OSError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:
@@ -749,6 +750,11 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
         table.append({"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)})
         spreads = token_spread(encoder, tokens.to(device), model.causal)
         table[-1] |= {f"spread {layer}": x for layer, x in enumerate(spreads)}
+        maps = [
+            encoder.attention_logits(tokens[:16].to(device), layer, causal=model.causal).softmax(-1)
+            for layer in range(cfg.n_layer)
+        ]
+        table[-1]["entropy"] = float(torch.special.entr(torch.stack(maps)).sum(-1).mean())
         if pairs:
             table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
     print_table(table)
