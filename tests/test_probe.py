@@ -198,10 +198,17 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     assert none["aiv"] is None and alibi["opr"] == 0 and alibi["aiv"] < 0.03
 
 
-def test_dynamics_of_a_run(runs, corpus, tmp_path):
+def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     """TACO app. A.3: the mean cosine of each token with the others of its sequence, and with those
     of other sequences, for each kept checkpoint; the spread of hidden states; the entropy of
     attention."""
+    load = probe.load_pretraining
+
+    def load_enlarged(file):  # so that attention is not almost uniform
+        torch.manual_seed(0)
+        return enlarge(load(file))
+
+    monkeypatch.setattr(probe, "load_pretraining", load_enlarged)
     rows = results(probe.main, tmp_path / "out", "--dynamics", runs / "abs")["steps"]
     assert [row["step"] for row in rows] == [4, 8, 12]
     encoder = probe.load_pretraining(runs / "abs" / "ckpt_8.pt").encoder
