@@ -71,7 +71,6 @@ TASKS = {
     "squad_v2": SQUAD_V2,
     "docs": Task("", ("text",), DOCS_LIBRARIES),
 }
-METRICS = {name: task.score for name, task in TASKS.items()}
 
 # An entry is one value, or a dictionary whose keys are tasks ("squad" includes squad_v2), "narrow"
 # (d_model < 512), and REST for everything else. A warm-up below 1 is a fraction of the steps. With
@@ -605,9 +604,13 @@ def parse_args(argv=None):
     """-> FinetuneConfig. Raises ValueError."""
     parser = Parser("finetune.py", __doc__)
     parser.add_settings("flags", FinetuneConfig)
-    args = FinetuneConfig(**vars(parser.parse_args(argv)))
+    given = vars(parser.parse_args(argv))
+    args = FinetuneConfig(**given)
     if args.task == "ax":  # nothing to train on and no labels: the MNLI model predicts it
         args.eval_only = args.predict = True
+    unused = {"seeds", "lr", "epochs", "batch_size", "length", "compile"} & given.keys()
+    if unused and (args.eval_only or args.ckpt == "bow"):
+        raise ValueError(f"--{min(unused)} has no effect with --eval_only or --ckpt bow")
     if args.predict and args.task == "docs":
         raise ValueError("--predict: docs has no test set")
     no_classes = args.task == "all" or TASKS[args.task].kind != "class"

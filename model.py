@@ -249,10 +249,6 @@ class Encoder(nn.Module):
         self.train(was_training)
         return self.logits(q, k, pos, block.layer, pad, causal)
 
-    def attention(self, tokens, layer=0, pos=None, pad=None):
-        """Attention probabilities of one block -> (B, H, L, L)."""
-        return self.attention_logits(tokens, layer, pos, pad).softmax(-1)
-
 
 def init_weights(module):
     """The initialization of every weight.
@@ -939,14 +935,11 @@ def parse_pe(pe: str) -> list:
 # Loading
 
 
-def load(path, **override) -> Encoder:
-    """A run folder or checkpoint file -> Encoder in eval mode with `.config` and `.tokenizer`.
-
-    `override` replaces fields of the configuration (dropout=0.0). Raises ValueError if the weights
-    do not fit.
-    """
+def load(path) -> Encoder:
+    """A run folder or checkpoint file -> Encoder in eval mode, with `.config` and `.tokenizer`.
+    Raises ValueError if the weights do not fit."""
     checkpoint = read_checkpoint(path)
-    encoder = Encoder(EncoderConfig(**{**checkpoint["config"], **override}))
+    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
     encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
     weights = checkpoint["model"].items()
     weights = {k.removeprefix("encoder."): v for k, v in weights if k.startswith("encoder.")}

@@ -328,12 +328,12 @@ def test_initial_weights():
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_attention_and_dropout(norm, monkeypatch):
     """In training, dropout is applied to the embeddings, the attention probabilities and the output
-    of each sublayer (BERT); in evaluation, nowhere. Encoder.attention returns the probabilities
-    before dropout."""
+    of each sublayer (BERT); in evaluation, nowhere. softmax of attention_logits is the
+    attention before dropout."""
     encoder, tokens, calls = tiny("rel", norm=norm, dropout=0.2, attn_dropout=0.3), sequences(), []
     pos, pad = torch.arange(12).flip(0), torch.arange(12).expand(6, 12) == 5
     assert (encoder(tokens) - encoder(tokens)).abs().max() > 0.1
-    A = [encoder.attention(tokens, layer, pos, pad) for layer in (0, 1)]
+    A = [encoder.attention_logits(tokens, layer, pos, pad).softmax(-1) for layer in (0, 1)]
 
     def watch(x, p, training):
         calls.append((x, p * training))

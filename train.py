@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
 from lib.baselines import compute_baselines
 from lib.config import (
-    COMPILE,
     DEVICE,
     DTYPE,
     PATH,
@@ -93,9 +92,10 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags: they change the result by rounding at most. (init_from and
-# init_embeddings matter at step 0 only. For the data and grad_accum, `identity` in train() holds
-# what must not change: token counts, tokenizer, and micro-batches per step.)
+# A resumed run may change these flags: they change the result by rounding at most, and device the
+# random numbers. (init_from and init_embeddings matter at step 0 only. For the data and grad_accum,
+# `identity` in train() holds what must not change: token counts, tokenizer, and micro-batches per
+# step.)
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
     "keep_every grad_accum dataset text_column books_dataset tokenizer".split()
@@ -135,7 +135,7 @@ class TrainConfig:
     log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
     device: str | None = DEVICE
     dtype: str | None = DTYPE
-    compile: bool | None = COMPILE
+    compile: bool | None = setting(None, "use torch.compile (default: on a GPU only)")
 
     __post_init__ = validate_config
 
@@ -284,7 +284,7 @@ def train(args, status):
     baselines = compute_baselines(model, corpus) if rank == 0 else {}
     run_info = {
         "args": {name: value for name, value in vars(args).items() if name != "given"},
-        "command": command_line("train.py", args.given),
+        "command": command_line(args.given),
         "identity": identity,
         "config": asdict(model.encoder.config),
         "data": corpus.meta,
@@ -410,7 +410,7 @@ def train(args, status):
         print_summary(run.path, row, model.names, baselines, time.perf_counter() - started)
         if args.preset == "demo":
             full_size = {"pe": args.pe, "objective": args.objective, "preset": "rpp"}
-            print(f"full size, on a GPU: {command_line('train.py', full_size)}")
+            print(f"full size, on a GPU: {command_line(full_size)}")
     if world > 1:
         leave(0)
 

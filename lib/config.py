@@ -26,7 +26,6 @@ DEVICE = setting(None, "default: cuda if available, else mps, else cpu", ("cpu",
 DTYPE = setting(
     None, "dtype of autocast (default: the device's fastest)", ("float32", "bfloat16", "float16")
 )
-COMPILE = setting(None, "use torch.compile (default: on a GPU only)")
 
 
 def validate_config(config):

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import os
 import re
+import resource  # peak memory of a process
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,6 @@ import time
 from pathlib import Path
 
 import torch
-
-try:
-    import resource  # peak memory of a process
-except ImportError:  # Windows
-    resource = None
 
 
 def pick_device(name=None):
@@ -112,7 +108,7 @@ def can_compile(device):
         from torch.utils._triton import has_triton
 
         return has_triton() and shutil.which(os.environ.get("CC", "gcc")) is not None
-    return any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "cl")))
+    return any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
 
 
 def keep_memory():
@@ -148,12 +144,11 @@ def peak_flops(device):
 
 
 def peak_memory_mb(device):
-    """Peak memory of this process in MiB; None on Windows."""
+    """Peak memory of this process in MiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if resource:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def git_commit():

@@ -1,17 +1,13 @@
 """Files: atomic writes, checked reads, locks, checkpoints."""
 
 import contextlib
+import fcntl  # file locks
 import json
 import os
 import shutil
 from pathlib import Path
 
 import torch
-
-try:
-    import fcntl  # file locks
-except ImportError:  # Windows
-    fcntl = None
 
 
 @contextlib.contextmanager
@@ -44,12 +40,14 @@ def write_checkpoint(file, state):
 
 
 def hardlink(file, target):
-    """Make target a hard link to file, or a copy if the file system has no links."""
-    target.unlink(missing_ok=True)
+    """Replace target by a hard link to file, or by a copy if the file system has no links."""
+    temporary = Path(f"{target}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
-        os.link(file, target)
+        os.link(file, temporary)
     except OSError:
-        shutil.copy2(file, target)
+        shutil.copy2(file, temporary)
+    os.replace(temporary, target)
 
 
 def read_json(file, **types):
@@ -82,17 +80,16 @@ def lock(folder, doing="training", name=".lock", wait=False):
     If another process holds it, raise ValueError, or with `wait` wait for it.
     """
     with open(Path(folder, name), "w") as handle:
-        if fcntl:
-            busy = f"another process is {doing} in {folder}"
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if not wait:
-                    raise ValueError(f"{busy}: wait for it, or use another --out_dir") from None
-                print(f"{busy}: waiting for it", flush=True)
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            except OSError as error:  # some network file systems have no locks
-                print(f"no lock on {folder} ({error}): do not start a second run there")
+        busy = f"another process is {doing} in {folder}"
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not wait:
+                raise ValueError(f"{busy}: wait for it, or use another --out_dir") from None
+            print(f"{busy}: waiting for it", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            print(f"no lock on {folder} ({error}): do not start a second run there")
         yield
 
 

@@ -75,10 +75,14 @@ class RunFolder:
             handle.write(json.dumps(row) + "\n")
 
     def save(self, state, keep=False):
-        """Replace ckpt.pt; keep: also as ckpt_<step>.pt."""
-        write_checkpoint(self.path / "ckpt.pt", state)
+        """Replace ckpt.pt; keep: also as ckpt_<step>.pt, which is written first, since a resumed
+        run continues after the step of ckpt.pt."""
         if keep:
-            hardlink(self.path / "ckpt.pt", self.path / f"ckpt_{state['step']}.pt")
+            kept = self.path / f"ckpt_{state['step']}.pt"
+            write_checkpoint(kept, state)
+            hardlink(kept, self.path / "ckpt.pt")
+        else:
+            write_checkpoint(self.path / "ckpt.pt", state)
 
 
 @contextlib.contextmanager
@@ -103,9 +107,9 @@ def catch_signals():
             signal.signal(number, old or signal.SIG_DFL)  # None: not set from Python
 
 
-def command_line(script, flags):
-    """{flag: value} -> the command that gives these flags."""
-    words = ["python", script]
+def command_line(flags):
+    """{flag: value} -> the command of train.py that gives these flags."""
+    words = ["python", "train.py"]
     for name, value in flags.items():
         if value is False:
             words.append(f"--no-{name}")
@@ -125,8 +129,7 @@ def format_row(row, names, steps, baselines):
     text += f"  {row['tokens_per_s'] / 1e3:.1f}k tokens/s"
     if "mfu" in row:
         text += f"  MFU {100 * row['mfu']:.0f}%"
-    if row["peak_mem_mb"]:
-        text += f"  {row['peak_mem_mb'] / 1024:.1f} GB"
+    text += f"  {row['peak_mem_mb'] / 1024:.1f} GB"
     if "val_loss" in row:
         text += f"  val_loss {row['val_loss']:.4f}"
         for name in names:

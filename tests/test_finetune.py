@@ -206,10 +206,12 @@ def test_learn_save_and_score_again(home, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["cola --dtype float16", "cola --compile", "mnli --ckpt bow"])
+@pytest.mark.parametrize(
+    "flags", [f"cola --dtype float16 {LEARN}", f"cola --compile {LEARN}", "mnli --ckpt bow"]
+)
 def test_other_runs_learn(home, tmp_path, flags):
     """A task is learned with fp16, compiled with dropout for all lengths, and as a bag of words."""
-    rows = run_finetune(tmp_path, flags, LEARN)
+    rows = run_finetune(tmp_path, flags)
     assert rows and all(row["metrics"]["accuracy"] > 0.9 for row in rows)
 
 
@@ -266,7 +268,7 @@ def test_squad_run(home, tmp_path, capsys):
     answers = json.loads((tmp_path / "squad_v2.json").read_text())
     golds = [q.golds for q in squad.read_squad(None, "glue/dev-v2.0.json")]
     assert list(answers) == [str(i) for i in range(24)]
-    assert finetune.METRICS["squad"](golds, list(answers.values())) == row["metrics"]
+    assert finetune.TASKS["squad"].score(golds, list(answers.values())) == row["metrics"]
     assert row["metrics"]["f1"] > row["majority"] == pytest.approx(8 / 24)
     (again,) = run_finetune(tmp_path, "squad_v2 --eval_only")
     assert again["metrics"] == row["metrics"]
@@ -308,6 +310,7 @@ HEADER = "sentence1\tsentence2\tlabel\n"
 # fmt: off
 MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("cola --eval_only --ckpt out/run/ckpt.pt", None, "not a fine-tuned model"),
+    ("cola --eval_only --lr 1", None, "--lr has no effect"),
     ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
     ("rte", None, "train.tsv does not exist"),
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2: label 'maybe'"),

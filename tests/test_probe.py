@@ -55,8 +55,9 @@ def test_identical_word_probe_equals_a_loop(pe):
     encoder, words = tiny(pe), torch.tensor([3, 60, 7, 11] * 5)  # more than one batch
     alone = [torch.tensor([[CLS] + [w] * 10 + [SEP]]) for w in words.tolist()]
     maps = probe.identical_word_maps(encoder, words)
-    for found, of_layer in zip(maps, (encoder.attention_logits, encoder.attention)):
-        close(torch.from_numpy(found), sum(of_layer(x)[0] for x in alone) / len(alone))
+    logits = [encoder.attention_logits(x)[0] for x in alone]
+    for found, wanted in zip(maps, (logits, [s.softmax(-1) for s in logits])):
+        close(torch.from_numpy(found), sum(wanted) / len(alone))
 
 
 @pytest.mark.parametrize("norm", ["post", "pre"])
@@ -182,10 +183,11 @@ def test_losses_of_a_run(runs, corpus, tmp_path):
 
 
 def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
-    """--runs has a row per run, whose score is the median over seeds at the best learning rate;
-    --terms draws two runs; --pe needs no run."""
-    rows = [(0.1, 0, 0.9), (0.1, 1, 0.1), (0.2, 0, 0.7), (0.2, 1, 0.6)]
-    rows = [dict(lr=lr, seed=seed, metrics={"accuracy": x}) for lr, seed, x in rows]
+    """--runs has a row per run, whose score is the median over seeds at the best learning rate,
+    with the last settings (here 5 epochs); --terms draws two runs; --pe needs no run."""
+    rows = [(1, 0.2, 0, 1.0), (5, 0.1, 0, 0.9), (5, 0.1, 1, 0.1), (5, 0.2, 0, 1.0)]
+    rows += [(5, 0.2, 0, 0.7), (5, 0.2, 1, 0.6)]  # seed 0 was repeated: the last one counts
+    rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
     rows = [json.dumps({"task": "docs", "ckpt": "run", "step": 12, **row}) for row in rows]
     (runs / "abs" / "results.jsonl").write_text("\n".join(rows))
     found = results(probe.main, tmp_path / "runs", "--runs", runs / "*")["runs"]
@@ -225,7 +227,9 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]
     intra = [row[others].mean() for row, others in zip(cosines, same.fill_diagonal_(False))]
     entropies = [
-        torch.distributions.Categorical(encoder.attention(tokens[:16], layer)).entropy().mean()
+        torch.distributions.Categorical(logits=encoder.attention_logits(tokens[:16], layer))
+        .entropy()
+        .mean()
         for layer in range(encoder.config.n_layer)
     ]
     last = f"spread {encoder.config.n_layer}"

@@ -18,6 +18,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
+import lib.run
 import train
 from lib.device import can_compile
 from lib.files import lock
@@ -54,6 +55,17 @@ def test_stopped_at_any_moment(corpus_file, cache, tmp_path, run):
         assert code < 0 or f"stopped at step {steps[-1]};" in out
     assert steps == sorted({*steps}) and steps[-1] < 400
     assert_same(uninterrupted, run("cut", f"{flags} --resume"))
+
+
+def test_a_kept_checkpoint_is_written_first(run, tmp_path, monkeypatch):
+    """A process that dies between the two files of a save leaves the kept one: a resumed run does
+    not repeat its step."""
+    monkeypatch.setattr(lib.run, "hardlink", lambda *files: sys.exit("killed"))
+    with pytest.raises(SystemExit, match="killed"):
+        run("cut", "--steps 2 --keep_every 1")
+    monkeypatch.undo()
+    run("cut", "--steps 2 --keep_every 1 --resume")
+    assert [weights(tmp_path / "cut", f"ckpt_{n}.pt")["step"] for n in (1, 2)] == [1, 2]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -227,7 +227,7 @@ def compare(groups):
             shape = f"{args.batch_size} x {args.block_size}"
             print(
                 f"{v.name:14}{v.pe:19}{v.objective:12}{shape:>10}{row['ms_per_step']:10.1f}"
-                f"{row['tokens_per_s']:11,.0f}{row['peak_mem_mb'] or 0:9,.0f}"
+                f"{row['tokens_per_s']:11,.0f}{row['peak_mem_mb']:9,.0f}"
                 f"  {middle:.2f} ({low:.2f} - {high:.2f})",
                 flush=True,
             )

@@ -50,9 +50,7 @@ def read_pairs(path):
     tables = []
     for file in list_files(path if os.path.isfile(path) else os.path.join(path, "*.jsonl*")):
         try:
-            rows = pandas.read_json(
-                file, lines=True, dtype=False, convert_dates=False, encoding="utf-8-sig"
-            )
+            rows = pandas.read_json(file, lines=True, dtype=False, encoding="utf-8-sig")
         except Exception as error:  # parsers and decompressors raise many kinds of errors
             raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
         rows = rows.reindex(columns=["sentence_good", "sentence_bad", "UID", "linguistics_term"])

@@ -44,6 +44,8 @@ def masked_text(corpus, mlm, longest):
     """Join sequences of the longest length from all over the validation text, and mask them once,
     as in training -> the masked tokens (N,), the original ones (N,), is masked (N,) bool."""
     sequences = validation_sequences(corpus, max(1, TEXT_TOKENS // longest), longest)
+    if not len(sequences):
+        raise ValueError(f"the validation text has no sequence of {longest} tokens")
     text = sequences[:, 1:-1].reshape(1, -1)
     batch = new_batch(text, corpus.vocab_size)
     mlm.corrupt(batch, seeded_generator("cpu", "lengths"))
@@ -58,8 +60,6 @@ def losses_by_position(model, text, length):
     encoder, mlm, n = model.encoder, model.objectives["mlm"], length - 2
     cfg, device = encoder.config, encoder.tok.weight.device
     tokens, original, masked = (x[: len(x) // n * n].view(-1, n).to(device) for x in text)
-    if not len(tokens):
-        raise ValueError(f"the validation text has no sequence of {length} tokens")
     tokens = F.pad(tokens, (1, 1), value=cfg.sep_id)
     tokens[:, 0] = cfg.cls_id  # (R, L): [CLS] x_1 ... x_n [SEP]
     size, losses = max(1, BATCH_TOKENS // length), []
@@ -69,8 +69,8 @@ def losses_by_position(model, text, length):
         except ValueError:  # Positions.table_rows
             raise ValueError(
                 f"--lengths {length}: the position table of pe {cfg.pe} ends at {cfg.max_len}; "
-                "to extend it, train a few more steps: python train.py --init_from RUN "
-                f"--block_size {length}"
+                "to extend it, train a few more steps with the run's own flags and "
+                f"--init_from RUN --block_size {length} --out_dir NEW"
             ) from None
         logits = mlm.token_logits(encoder, hidden)
         losses.append(F.cross_entropy(logits, target[at], reduction="none").cpu().double())

@@ -585,10 +585,16 @@ def probe_run(path, out_dir, device):  # --ckpt
 
 def task_scores(folder, step):
     """-> {"task metric": median over seeds at the best learning rate} of the runs of finetune.py
-    that started from a run's last checkpoint."""
+    that started from a run's last checkpoint, with the settings of the last one of each task."""
     rows = [row for row in read_jsonl(folder / "results.jsonl") if row.get("step") == step]
     rows = [row for row in rows if "finetuned-" not in row["ckpt"]]
-    best = best_runs(rows, statistics.median)
+
+    def settings(row):
+        return [row.get(x) for x in "ckpt recipe epochs batch_size length n_train".split()]
+
+    last = {row["task"]: settings(row) for row in rows}
+    rows = {(x["task"], x["lr"], x["seed"]): x for x in rows if settings(x) == last[x["task"]]}
+    best = best_runs(rows.values(), statistics.median)
     return {
         f"{task} {metric}": statistics.median(row["metrics"][metric] for row in group)
         for (_, task), group in best.items()

@@ -106,12 +106,12 @@ def decode(strings, order):
 # Tokens and contexts
 
 
-def fill_masks(encoder, mlm, text, n=5):
-    """-> for each [MASK] of the text, the n most likely tokens [(token, probability), ...]."""
+def fill_masks(encoder, mlm, text):
+    """-> for each [MASK] of the text, the five most likely tokens [(token, probability), ...]."""
     tokens = encode(encoder, text)
     hidden = encoder(tokens)[tokens == encoder.config.mask_id]  # (n_masks, C)
     logits = mlm.token_logits(encoder, hidden)[:, : encoder.config.cls_id]  # no special tokens
-    p, best = logits.softmax(-1).topk(n)
+    p, best = logits.softmax(-1).topk(5)
     return [
         [(encoder.tokenizer.decode([i]), x) for i, x in zip(*pair)]
         for pair in zip(best.tolist(), p.tolist())
