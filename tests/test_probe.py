@@ -185,7 +185,7 @@ def test_losses_of_a_run(runs, corpus, tmp_path):
 def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     """--runs has a row per run, whose score is the median over seeds at the best learning rate,
     with the last settings (here 5 epochs); --terms draws two runs; --pe needs no run."""
-    rows = [(1, 0.2, 0, 1.0), (5, 0.1, 0, 0.9), (5, 0.1, 1, 0.1), (5, 0.2, 0, 1.0)]
+    rows = [(1, 0.3, 0, 1.0), (5, 0.1, 0, 0.9), (5, 0.1, 1, 0.1), (5, 0.2, 0, 1.0)]
     rows += [(5, 0.2, 0, 0.7), (5, 0.2, 1, 0.6)]  # seed 0 was repeated: the last one counts
     rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
     rows = [json.dumps({"task": "docs", "ckpt": "run", "step": 12, **row}) for row in rows]
