@@ -115,7 +115,7 @@ class TrainConfig:
         None, "total optimizer steps (the learning-rate decay depends on it)", "[1, 2e9]"
     )
     lr: float = setting(None, "peak learning rate: linear warm-up, linear decay to 0", "(0, 1e9)")
-    warmup: int = setting(None, "warm-up steps", "[0, 2e9]")
+    warmup: int = setting(None, "warm-up steps; a shorter run never reaches --lr", "[0, 2e9]")
     weight_decay: float = setting(0.01, "on matrices only", "[0, 1e9)")
     beta1: float = setting(None, "AdamW beta1", "[0, 1)")
     beta2: float = setting(None, "AdamW beta2", "[0, 1)")

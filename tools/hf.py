@@ -26,6 +26,7 @@ import torch
 from data import DataConfig, encoding_arguments, gpt2_state
 from lib.config import Parser, catch_errors, defaults
 from lib.files import read_checkpoint, read_jsonl, write_checkpoint, write_json
+from lib.sources import check_hub
 from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load, parse_pe
 from objectives import ObjectiveConfig, Pretraining
 
@@ -126,6 +127,8 @@ def match_ids(tokenizer, size, names):
 
 def import_run(source, run):
     """A RoBERTa model -> a run folder. Raises ValueError if the model is not RoBERTa."""
+    if not os.path.isdir(source):
+        check_hub()
     config = from_pretrained("AutoConfig", source)
     for key, value in ROBERTA.items():
         if getattr(config, key, value) != value:
