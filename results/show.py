@@ -2,6 +2,7 @@
 
 import re
 import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -285,7 +286,7 @@ CURVES |= {"tupe_a": GREEN, "tupe_r": GREEN}
 LARGER = {"lab-abs-mlm-s1337": "abs, lab size", "lab-abs-mlm+pplm-s1337": "abs, lab, with pplm"}
 ABLATED = {
     "pplm-3e-3-s1337": "alone",
-    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of four",
+    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of six",
     "pplm-5e-4-s1337": "alone, RPP's\nlearning rate",
     "pplm-embeddings-s1337": "alone, on mlm's\nembeddings",
     "pplm-embeddings-frozen-s1337": "the same, frozen:\none seed of three",
@@ -296,13 +297,6 @@ ABLATED = {
     "mlm+pplm-4-heads-s1337": "with mlm, 4 heads",
     "mlm+pplm-s1337": "with mlm",
     "mlm+pplm-3000": "with mlm, 3,000 steps",
-}
-ALONE = {
-    "pplm-after-mlm-3e-3-s1337": "initialized from an mlm run",
-    "pplm-30000-s1337": "from scratch, seed 1",
-    "pplm-30000-s1": "from scratch, seed 2",
-    "pplm-30000-s2": "from scratch, seed 3",
-    "pplm-30000-s3": "from scratch, seed 4",
 }
 COPY = "copy: lowest loss without using the tokens"
 
@@ -329,7 +323,8 @@ def draw(folder, tables, rows, race):
 
     figure("plateau.png", draw_plateau, rows, "training loss (nats)", "step")
     figure("reading.png", draw_ablation, pick(ABLATED), "loss of pplm (nats)", "")
-    figure("alone.png", draw_alone, pick(ALONE), "loss of pplm (nats)", "step")
+    long = pick({name: name for name in tables["pplm"] if "-30000-" in name})
+    figure("alone.png", draw_alone, long, "loss of pplm (nats)", "step")
     short = pick({name: name for name in tables["classroom"] if "-16-" in name})
     figure("spread.png", draw_spread, short, "spread of hidden states", "step", "layer")
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
@@ -387,14 +382,15 @@ def draw_ablation(axes, runs):
 
 def draw_alone(axes, runs):
     """Validation loss of pplm alone, {name: row}, and the copy baseline."""
-    ends = {}
-    for name, row in runs.items():
-        (line,) = axes.plot(*zip(*row["val_curve"]))
-        ends[name] = line, row["val_curve"][-1]
     level = copy_baseline(next(iter(runs.values())))
+    ends = defaultdict(list)
+    for row in runs.values():
+        below = row["val_curve"][-1][1] < level
+        (line,) = axes.plot(*zip(*row["val_curve"]), color=ORANGE if below else BLUE)
+        ends[below].append((line, row["val_curve"][-1]))
     axes.axhline(level, color="k", lw=1)
     axes.text(5000, level, COPY, va="bottom")
-    label_ends(axes, ends)
+    label_ends(axes, {f"{len(x)} of {len(runs)} seeds": x[0] for x in ends.values()})
 
 
 SPREADS = {
