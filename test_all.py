@@ -328,8 +328,8 @@ def test_initial_weights():
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_attention_and_dropout(norm, monkeypatch):
     """In training, dropout is applied to the embeddings, the attention probabilities and the output
-    of each sublayer (BERT); in evaluation, nowhere. softmax of attention_logits is the
-    attention before dropout."""
+    of each sublayer (BERT); in evaluation, nowhere. The softmax of attention_logits is
+    the attention before dropout."""
     encoder, tokens, calls = tiny("rel", norm=norm, dropout=0.2, attn_dropout=0.3), sequences(), []
     pos, pad = torch.arange(12).flip(0), torch.arange(12).expand(6, 12) == 5
     assert (encoder(tokens) - encoder(tokens)).abs().max() > 0.1

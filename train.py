@@ -92,10 +92,10 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags: they change the result by rounding at most, and device the
-# random numbers. (init_from and init_embeddings matter at step 0 only. For the data and grad_accum,
-# `identity` in train() holds what must not change: token counts, tokenizer, and micro-batches per
-# step.)
+# A resumed run may change these flags: they change the result by rounding at most (device also
+# changes the random numbers). init_from and init_embeddings matter at step 0 only. For the data and
+# grad_accum, `identity` in train() holds what must not change: token counts, tokenizer, and
+# micro-batches per step.
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
     "keep_every grad_accum dataset text_column books_dataset tokenizer".split()
