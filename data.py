@@ -82,7 +82,7 @@ def train_bpe(words, n_ids):
     bytes, then the merges. It ends early if there is nothing left to merge.
 
     words: {word as bytes: its count}. Each step merges the most frequent pair of neighboring
-    tokens; of equally frequent pairs, the one whose bytes compare smaller.
+    tokens; ties go to the pair whose bytes compare smaller.
     """
     # Inside a word, a token is the character chr(rank), so that merging is slicing a string.
     ranks = [bytes([b]) for b in range(256)]

@@ -92,7 +92,7 @@ class EncoderConfig:
     n_head: int = setting(4, "attention heads", "[1, 1e4]")
     d_model: int = setting(128, "embedding dimension C", "[1, 1e5]")
     d_ff: int = setting(512, "hidden dimension of the feed-forward layer", "[1, 1e6]")
-    max_len: int = setting(64, allowed="[1, 1e6]")  # rows of position tables: the longest sequence
+    max_len: int = setting(64, allowed="[1, 1e6]")  # rows of the position tables
     dropout: float = setting(0.1, "dropout rate, attention included", "[0, 1)")
     attn_dropout: float = setting(0.1, allowed="[0, 1)")  # train.py sets it to dropout
     norm_eps: float = 1e-5
@@ -678,8 +678,7 @@ class FactoredBias(Component):
 
 
 class Alibi(Component):
-    """-slope_h |r|, symmetric as encoders need it, with the published slopes for any H (Press
-    2021)."""
+    """-slope_h |r|, symmetric, for an encoder, with the published slopes for any H (Press 2021)."""
 
     def __init__(self, cfg):
         super().__init__(cfg)

@@ -32,7 +32,7 @@ A batch is a dictionary with these keys, and each objective adds its own:
     pos (B, L)         the assigned positions, if an objective changes them
     positions          pos as a Positions object; Pretraining.forward adds it
 
-RPP, TUPE and the notation are those of model.py; TACO is Fu et al. (2022). n = L - 2 is the number
+Paper names and notation are as in model.py; TACO is Fu et al. (2022). n = L - 2 is the number
 of inner tokens, those between [CLS] and the last [SEP]. k = round(rate n) is the number of selected
 tokens ("slots") per sequence. Special tokens are never selected and never scored. If a sequence has
 fewer than k eligible tokens (because of an inner [SEP]), the remaining slots get weight 0. Losses

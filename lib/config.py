@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import sys
+from functools import partial
 
 import torch
 
@@ -70,9 +71,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that gets its flags from dataclasses and reports an error in one line."""
 
     def __init__(self, command, doc, epilog=None):
-        def formatter(prog):
-            return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
-
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
         super().__init__(
             usage=f"python {command} [flags]",
             description=doc,

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import re
 import resource  # peak memory of a process
 import shutil
@@ -13,6 +14,15 @@ import time
 from pathlib import Path
 
 import torch
+
+
+def processor_name(device_type):
+    """-> the name of the GPU or of the CPU."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    model = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
+    return model[1] if model else platform.processor() or platform.machine()
 
 
 def pick_device(name=None):

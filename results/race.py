@@ -10,7 +10,6 @@ a row there is not trained again, so the same command resumes.
 """
 
 import argparse
-import platform
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -22,7 +21,7 @@ from tqdm import tqdm  # comes with datasets
 import data
 import train
 from lib.config import Parser, catch_errors
-from lib.device import autocast, keep_memory, pick_device, pick_dtype
+from lib.device import autocast, keep_memory, pick_device, pick_dtype, processor_name
 from lib.files import read_json, write_json
 from tools.hf import SIZES, transformers
 
@@ -143,13 +142,12 @@ def race(minutes, schemes, args):
     corpus = data.prepare("docs", "bpe", args.cache)
     batches = data.Batches(corpus, args.block_size, args.seed)
     dtype = str(args.dtype).removeprefix("torch.")
-    threads = torch.get_num_threads()
-    machine = f"{platform.processor() or platform.machine()}, {threads} threads"
-    machine = f"{machine}, torch {torch.__version__}, {dtype}"
+    name, threads = processor_name(args.device.type), torch.get_num_threads()
+    machine = f"{name}, {threads} threads, torch {torch.__version__}, {dtype}"
     # Rows are comparable if these are equal; the file may hold others.
     conditions = {"race": minutes, "preset": args.preset, "seed": args.seed, "lr": args.lr}
-    conditions |= {"dtype": dtype, "batch_size": args.batch_size, "block_size": args.block_size}
-    conditions |= {"mask_rate": args.mask_rate, "threads": threads}
+    conditions |= {"batch_size": args.batch_size, "block_size": args.block_size}
+    conditions |= {"mask_rate": args.mask_rate, "machine": machine}
     conditions["tokenizer_hash"] = corpus.meta["tokenizer_hash"]
     rows = read_json(FILE, rows=list)["rows"] if FILE.exists() else []
     done = {row["name"]: row for row in rows if conditions.items() <= row.items()}
@@ -157,7 +155,7 @@ def race(minutes, schemes, args):
     def add(name, found):
         done[name] = {"name": name, **conditions, **found}
         rows.append(done[name])
-        write_json(FILE, {"machine": machine, "rows": rows})
+        write_json(FILE, {"rows": rows})
 
     names = [*(f"ours {pe}" for pe in schemes), *PEERS]
     if not {*names} <= done.get("step times", {"ms_per_step": {}})["ms_per_step"].keys():

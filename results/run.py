@@ -23,7 +23,6 @@ its folder. Other flags (--cache, --dtype, ...) are passed to train.py.
 
 import json
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -38,10 +37,19 @@ import torch
 import finetune
 import train
 from lib.config import Parser, RunFailed, catch_errors, pick_fields
+from lib.device import processor_name
 from lib.files import read_json, read_jsonl, write_json
 from model import Encoder, EncoderConfig
-from results.show import PLATEAU, draw, join_seeds, leaves_plateau, print_table, show, without_seed
-from tools.probe import db, opr
+from results.show import (
+    PLATEAU,
+    draw,
+    first_below,
+    join_seeds,
+    leaves_plateau,
+    show,
+    without_seed,
+)
+from tools.probe import db, order, print_table
 
 HERE = Path(__file__).parent
 ROWS = HERE / "runs.jsonl"
@@ -138,12 +146,6 @@ def commands(table, name, root=OUT):
     return parts
 
 
-def missing(table, name, row):
-    """-> {part: command} for what a run's row lacks (None: there is no row yet)."""
-    there = row["commands"] if row else {}
-    return {part: x for part, x in commands(table, name).items() if part not in there}
-
-
 def hours(table, name):
     """-> hours of pre-training and of fine-tuning on a V100 at 30% of 112 TFLOP/s, by the FLOPs per
     token of train.py (without heads); a row that is fine-tuned on counts as 64 tokens."""
@@ -206,8 +208,9 @@ def train_run(name, more, root=OUT):
 
 def make_row(table, name, more):
     """Run what a run's row lacks, then append the row. more: flags for train.py."""
-    row = all_rows().get(name)
-    parts = missing(table, name, row)
+    row, every = all_rows().get(name), commands(table, name)
+    there = row["commands"] if row else {}
+    parts = {part: command for part, command in every.items() if part not in there}
     if not parts:
         return
     log = read_jsonl(OUT / name / "log.jsonl")
@@ -220,8 +223,7 @@ def make_row(table, name, more):
     train_run(name, more)
     parts.pop("train", None)
     run_parts(OUT / name, parts)
-    there = row["commands"] if row else {}
-    row = {"run": name, "commands": there | commands(table, name)} | collect(OUT / name)
+    row = {"run": name, "commands": there | every} | collect(OUT / name)
     with open(ROWS, "a") as handle:
         handle.write(json.dumps(row) + "\n")
 
@@ -237,11 +239,8 @@ def curve(lines, *keys):
 
 def machine(precision):
     """The hardware and software that a result may depend on. precision: [kind of device, dtype]."""
-    info = Path("/proc/cpuinfo")
-    name = re.search("model name.*: (.*)", info.read_text()) if info.exists() else None
-    processor = name[1] if name else platform.processor()
     return {
-        "processor": torch.cuda.get_device_name() if precision[0] == "cuda" else processor,
+        "processor": processor_name(precision[0]),
         "threads": torch.get_num_threads(),
         "dtype": precision[1],
         "torch": str(torch.__version__),
@@ -269,7 +268,7 @@ def collect(folder):
         if "map" in found:
             A = np.array(found["map"])[1:-1, 1:-1]  # without [CLS] and [SEP]
             row["indicators"] = found["indicators"]["without_specials"]
-            row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
+            row["ranges"] = [[n, order(A, n)[0], db(A, n)] for n in RANGES]
         if "steps" in found:
             row["contexts"] = curve(found["steps"], "contextual score")
             row["entropies"] = curve(found["steps"], "entropy")
@@ -297,13 +296,13 @@ def run_first(more):
     for name in [without_seed(name) for name in TABLES["docs"] if name.endswith("-s2")]:
         train_run(f"{name}-s1337", more, root)
         log = read_jsonl(root / f"{name}-s1337" / "log.jsonl")[1:]
-        own = {"args": {"objective": "mlm"}, "curve": curve(log, "loss"), "commands": {"train": ""}}
+        own = first_below({"curve": curve(log, "loss")}, PLATEAU["docs"])
         rows = [row for run, row in ours.items() if without_seed(run) == name]
         line = {
             "scheme": name.removeprefix("docs-"),
             "loss": f"{log[-1]['val_loss']:.3f}",
             "our loss": join_seeds(row["val_loss"] for row in rows),
-            f"below {PLATEAU['docs']} at step": leaves_plateau(own),
+            f"below {PLATEAU['docs']} at step": own,
             "ours": join_seeds(map(leaves_plateau, rows)),
         }
         lines.append(line)
@@ -384,8 +383,7 @@ def main(argv=None):
         if failed:
             raise RunFailed(f"{len(failed)} runs failed; the last one: {failed[-1]}")
         if args.draw:
-            race = read_json(HERE / "bench-race.json", rows=list)["rows"]
-            draw(HERE.parent / "docs" / "figures", TABLES, rows, race)
+            draw(HERE.parent / "docs" / "figures", TABLES, rows)
 
 
 if __name__ == "__main__":

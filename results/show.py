@@ -8,16 +8,14 @@ from pathlib import Path
 import numpy as np
 import pandas
 
+from finetune import RECIPES, FinetuneConfig
 from lib.files import read_json
 from lib.glue import paper_averages
-from model import Encoder, EncoderConfig
-from tools.probe import draw_terms
+from tools.probe import draw_terms, print_table
 
 # A training loss below this means that token order is used: a model without positions ends a demo
 # run above it.
 PLATEAU = {"docs": 5.5, "web": 6.2}
-# Recipes whose papers report the mean over fine-tuning seeds; the others report the median.
-MEAN = {"taco", "bert"}
 # Published scores: RPP reports MNLI, CoLA and QNLI, the others the mean over GLUE.
 # fmt: off
 PUBLISHED = {
@@ -61,19 +59,11 @@ def uses_tokens(row):
     return first_below(row, copy_baseline(row) - 0.02)
 
 
-def scheme_parameters(row):
-    """The scheme's parameters, without those of the pair head (layer n_layer)."""
-    cfg = EncoderConfig(vocab_size=72, pe=row["args"]["pe"], n_head=row["args"]["n_head"])
-    named, pair_head = Encoder(cfg).scheme.named_parameters(), f".layers.{cfg.n_layer}."
-    return f"{sum(p.numel() for name, p in named if pair_head not in name):,}"
-
-
 def all_pairs(row):
     """Accuracy on all minimal pairs; None if only the order-only ones were scored."""
     found = row.get("blimp")
-    if found and round(found["mean"] - found["order_only"], 9):
+    if found and found["order_only_pairs"] < found["pairs"]:
         return found["mean"]
-    return None
 
 
 def copy_baseline(row):
@@ -81,7 +71,6 @@ def copy_baseline(row):
 
 
 COLUMNS = {
-    "scheme parameters": scheme_parameters,
     "loss": loss,
     # Where text is seen once, this can select a learning rate without validation text.
     "last 200 steps": lambda row: statistics.mean(value for _, value in row["curve"][-2:]),
@@ -105,7 +94,7 @@ COLUMNS = {
 TOKENS = "loss|mlm loss|at true positions|copy|random tokens|shuffled tokens|AUC"
 SHOWN = {
     "docs": "loss|leaves plateau at|AIV|minutes",
-    "schemes": "scheme parameters|loss|leaves plateau at|AIV|OPR|BLiMP|order-only",
+    "schemes": "loss|leaves plateau at|AIV|OPR|BLiMP|order-only",
     "recipe": "loss|last 200 steps|leaves plateau at|AIV|order-only",
     "pplm": TOKENS,
     "plateau": f"{TOKENS}|AIV",
@@ -129,30 +118,15 @@ def without_seed(name):
 
 def join_seeds(values):
     """Values of several seeds -> one text: a single value if all are equal, "" if none is known."""
-    texts = []
-    for x in values:
-        known = x is not None and x != ""
-        texts.append((f"{x:.3f}" if isinstance(x, float) else str(x)) if known else "-")
+    texts = ["-" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x) for x in values]
     unique = set(texts)
     return "" if unique == {"-"} else texts[0] if len(unique) == 1 else ", ".join(texts)
-
-
-def print_table(lines):
-    """Print dicts of texts as a Markdown table, without columns that are empty."""
-    columns = []
-    for key in dict.fromkeys(key for line in lines for key in line):
-        cells = [line.get(key, "") for line in lines]
-        if any(cells):
-            width = max(map(len, [key, *cells]))
-            columns.append([cell.ljust(width) for cell in (key, "-" * width, *cells)])
-    for line in zip(*columns):
-        print(f"| {' | '.join(line)} |")
 
 
 def scores(rows, recipe, share=""):
     """-> {metric: "median (min - max); the next pre-training seed's"} of models that were
     fine-tuned after this share of the steps."""
-    middle = statistics.mean if recipe in MEAN else statistics.median
+    middle = getattr(statistics, RECIPES[recipe or FinetuneConfig.recipe]["aggregate"])
     found, first = {}, {}
     for key in dict.fromkeys(key for row in rows for key in row["scores"]):
         metric, _, at = key.partition(" at ")
@@ -180,8 +154,7 @@ def table_lines(table, runs, rows):
         line = {"run": name, "seeds": ", ".join(str(row["args"]["seed"]) for row in group)}
         for column in SHOWN.get(table, "loss|published").split("|"):
             line[column] = join_seeds(map(COLUMNS[column], group))
-        lengths = group[0].get("lengths", ()) if table == "lengths" else ()
-        for length in lengths:
+        for length in group[0].get("lengths", ()):
             line[length] = join_seeds(row.get("lengths", {}).get(length) for row in group)
         tuned = runs[group[0]["run"]][1]
         if tuned:
@@ -205,28 +178,12 @@ def show(table, runs, rows):
         return
     print(f"\n## {table}\n")
     print_table(lines)
-    if table == "recipe":
-        print(
-            "\nEach scheme at its best learning rate, by the last 200 steps, post-LN and pre-LN\n"
-        )
-        print_table(best_recipes(lines))
     if table == "rates":
         print("\nEach scheme at the common and at its own learning rate (show.own_rates)\n")
         print_table(own_rates([rows[name] for name in runs if name in rows]))
     if table == "schemes":
         print("\nWang 2021, table 5 and figure 5 (show.correlations)\n")
         print_table(correlations([rows[name] for name in runs if name in rows]))
-
-
-def best_recipes(lines):
-    """For each scheme and norm, the line of `recipe` with the lowest training loss."""
-    best = {}
-    for line in lines:
-        pe, norm, *_ = [*line["run"].split("-"), "post"]
-        last = statistics.mean(map(float, line["last 200 steps"].split(", ")))
-        if not line["run"].endswith("12000") and last < best.get((pe, norm), (np.inf,))[0]:
-            best[pe, norm] = last, line
-    return [line for _, line in best.values()]
 
 
 def own_rates(rows):
@@ -301,11 +258,8 @@ ABLATED = {
 COPY = "copy: lowest loss without using the tokens"
 
 
-def draw(folder, tables, rows, race):
-    """Draw the figures of docs/results.md into a folder.
-
-    race: the rows of results/bench-race.json. terms.json was written by tools.probe --terms.
-    """
+def draw(folder, tables, rows):
+    """Draw the figures of docs/results.md into a folder. (tools.probe --terms wrote terms.json.)"""
     from matplotlib.figure import Figure  # only figures need it
 
     def figure(name, paint, chosen, y, *labels):  # a panel for each label of an x axis
@@ -329,6 +283,7 @@ def draw(folder, tables, rows, race):
     figure("spread.png", draw_spread, short, "spread of hidden states", "step", "layer")
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
     figure("lengths.png", draw_lengths, long, "loss of mlm (nats)", "tokens per sequence")
+    race = read_json(Path(__file__).with_name("bench-race.json"), rows=list)["rows"]
     longest = max(row["race"] for row in race)
     race = [row for row in race if row["race"] == longest and "curve" in row]
     figure("race.png", draw_race, race, "loss of mlm (nats)", "minutes of training")

@@ -20,7 +20,6 @@ position prediction with that of a softmax over the vocabulary.
 
 import itertools
 import multiprocessing
-import platform
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from lib.device import (
     peak_memory_mb,
     pick_device,
     pick_dtype,
+    processor_name,
 )
 from lib.files import write_json
 from model import SCHEMES
@@ -313,10 +313,8 @@ def main(argv=None):
         device = pick_device(args.device)
         dtype = str(pick_dtype(device, args.dtype)[0]).removeprefix("torch.")
         rows = measurements(replace(args, dtype=dtype))  # nothing is measured yet
-        chip = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-        if device.type == "cuda":
-            chip = torch.cuda.get_device_name()
-        machine = f"{chip}, torch {torch.__version__}, {dtype}"
+        name, threads = processor_name(device.type), torch.get_num_threads()
+        machine = f"{name}, {threads} threads, torch {torch.__version__}, {dtype}"
         print(f"{machine}; preset {args.preset}")
         done = []
         for row in rows:

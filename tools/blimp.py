@@ -137,21 +137,6 @@ def sentence_scores(model, sentences):
     return scores
 
 
-def accuracies(table):
-    """A table with a row per pair: paradigm, phenomenon, order_only (bool), correct (1, 0, or .5
-    for a tie) -> what blimp.json holds."""
-    by_paradigm = table.groupby("paradigm").correct.mean()
-    return {
-        "mean": by_paradigm.mean(),
-        "order_only": table.correct[table.order_only].mean(),
-        "order_only_pairs": int(table.order_only.sum()),
-        "ties": int((table.correct == 0.5).sum()),
-        "pairs": len(table),
-        "phenomena": table.groupby("phenomenon").correct.mean().to_dict(),
-        "paradigms": by_paradigm.to_dict(),
-    }
-
-
 def score_pairs(model, pairs):
     """-> what blimp.json holds. Pairs that are too long for the model are left out. Raises
     ValueError if all are."""
@@ -168,7 +153,17 @@ def score_pairs(model, pairs):
     table = pairs.loc[ids.index]
     table["order_only"] = ids.good.map(sorted) == ids.bad.map(sorted)
     table["correct"] = np.where(abs(good - bad) <= TIE_NATS, 0.5, good > bad)
-    return {**accuracies(table), "left_out": len(pairs) - len(ids)}
+    by_paradigm = table.groupby("paradigm").correct.mean()
+    return {
+        "mean": by_paradigm.mean(),
+        "order_only": table.correct[table.order_only].mean(),
+        "order_only_pairs": int(table.order_only.sum()),
+        "ties": int((table.correct == 0.5).sum()),
+        "pairs": len(table),
+        "phenomena": table.groupby("phenomenon").correct.mean().to_dict(),
+        "paradigms": by_paradigm.to_dict(),
+        "left_out": len(pairs) - len(ids),
+    }
 
 
 def main(argv=None):

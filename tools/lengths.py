@@ -36,7 +36,7 @@ def parse_lengths(text):
     """'64,128' -> [64, 128]. Raises ValueError."""
     numbers = [int(x) if x.strip().isdecimal() else 0 for x in (text or "").split(",")]
     if min(numbers) < 4:
-        raise ValueError(f"--lengths {text}: give lengths of at least 4, such as 64,128,256")
+        raise ValueError("--lengths takes numbers of at least 4, such as 64,128,256")
     return sorted(set(numbers))
 
 

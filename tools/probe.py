@@ -104,15 +104,11 @@ def aiv(A):
     return float(sum(len(group) * group.var() for group in groups) / A.size / A.var())
 
 
-def opr(A, first=None):
-    """Monotonicity: the share of pairs, going outward from each i, that are out of decreasing
-    order; first: use only that many entries."""
-    return order(A, first)[0]
-
-
 def order(A, first=None):
-    """-> [opr, the share of pairs that are ties]. Ties count as ordered, so a low opr means nothing
-    if there are many. The 2L series, S_i+ and S_i-, are weighted by length."""
+    """Monotonicity -> [opr, ties]: the shares of pairs, going outward from each i, that are out of
+    decreasing order, and that are equal; first: use only that many entries. Ties count as ordered,
+    so a low opr means nothing if there are many. The 2L series, S_i+ and S_i-, are weighted by
+    length."""
     tie = TIE * abs(A).max()
     shares, weight = np.zeros(2), 0
     for i in range(len(A)):
@@ -188,7 +184,8 @@ def run_corpus(run_info):
     for folder in (Path(args["dataset"]).expanduser(), *sorted(cache.glob("*"))):
         if (folder / "meta.json").exists() and read_json(folder / "meta.json") == run_info["data"]:
             return open_corpus(folder)
-    raise ValueError(f"the text of the run ({args['dataset']}) is not prepared in {cache}")
+    dataset = run_info["data"]["dataset"]
+    raise ValueError(f"the text of the run ({dataset}) is not prepared in {cache}")
 
 
 @torch.no_grad()
@@ -314,7 +311,7 @@ def proximity(vectors):
         r, dots = torch.arange(length), v @ v.T
         mean = torch.stack([dots.diagonal(i).mean() for i in r])
         curves[f"{axis} vectors"] = r, mean / mean[0]
-        angles = r[:, None] * Constant.frequencies(width).value
+        angles = r[:, None] * Constant.frequencies(width // 2 * 2).value
         curves[f"default sinusoids of width {width}"] = r, angles.cos().mean(1)
     axes = dict(xlabel="distance r", ylabel="dot product relative to r = 0")
     return [dict(title="proximity", curves=curves, **axes)] if curves else []
@@ -504,17 +501,18 @@ def write(folder, numbers, figures):
 
 
 def print_table(rows):
-    """Dictionaries with the same keys -> a Markdown table. Values that are dictionaries are left
-    out; NaN and None become a dash."""
+    """Dictionaries -> a Markdown table, without columns that are empty or hold dictionaries; NaN
+    and None become a dash."""
     columns = []
-    for name, example in rows[0].items():
-        if not isinstance(example, dict):
-            cells = [row[name] for row in rows]
-            cells = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in cells]
-            cells = [name, "-", *["-" if x in ("nan", "None") else x for x in cells]]
-            width = max(map(len, cells))
-            cells[1] = "-" * width
-            columns.append([cell.ljust(width) for cell in cells])
+    for name in dict.fromkeys(name for row in rows for name in row):
+        cells = [row.get(name, "") for row in rows]
+        if isinstance(cells[0], dict):
+            continue
+        cells = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in cells]
+        if any(cells):
+            cells = ["-" if x in ("nan", "None") else x for x in cells]
+            width = max(map(len, [name, *cells]))
+            columns.append([cell.ljust(width) for cell in (name, "-" * width, *cells)])
     for line in zip(*columns):
         print(f"| {' | '.join(line)} |")
 
@@ -707,8 +705,8 @@ def context_cosines(vectors, eligible):
 
 
 def token_spread(encoder, tokens, causal=False):
-    """How much hidden states depend on their own tokens, after each layer: their root mean square
-    without the mean of the sequence and that of the position, divided by their root mean square.
+    """How much hidden states depend on their own tokens, after each layer: their RMS after
+    subtracting the mean of each sequence and of each position, divided by their RMS before.
     At 0, tokens cannot be told apart. tokens (B, L), of which only ordinary ones count
     -> a list of n_layer + 1 numbers, the first one for the embedding."""
     ordinary = (tokens < encoder.config.cls_id)[..., None].cpu().double()  # (B, L, 1)
