@@ -10,9 +10,9 @@
 Notation: B batch size, L sequence length, C embedding dimension (d_model), H heads, D = C/H. Token
 i (the query) attends to token j (the key); pos_i is the position assigned to token i, p_i a vector
 for that position, r = pos_j - pos_i the offset (key minus query), and a_r a vector for that offset.
-R is the number of rows in a table of offsets. RPP is Bruel-Gabrielsson & Scarvelis (2022), TUPE Ke
-et al. (2021), Wang 2021 "On Position Embeddings in BERT". (deviation) marks a difference from the
-cited paper.
+R is the number of rows in a table of offsets; U, W and F are projections. RPP is Bruel-Gabrielsson
+& Scarvelis (2022), TUPE Ke et al. (2021), Wang 2021 "On Position Embeddings in BERT". (deviation)
+marks a difference from the cited paper.
 
 The logits of one attention head, before the softmax over j, are
 

@@ -7,9 +7,9 @@ appear in another order. So the model has to be given each token's position. Thi
 way of doing so that model.py implements; model.py computes the same logits for all pairs at once.
 
 Notation, for one head of one layer: q_i is the query of token i, k_j the key of token j, v_j its
-value; each is a vector of D numbers. pos[i] is the position assigned to token i, or MASKED, and
-r = pos[j] - pos[i] is the offset of a pair. w holds the learned weights of a scheme, as this head
-of this layer uses them:
+value; each is a vector of D numbers. pos[i] is the position assigned to token i, or MASKED if an
+objective hides it, and r = pos[j] - pos[i] is the offset of a pair. w holds the learned weights of
+a scheme, as this head of this layer uses them:
 
     w.p          a vector per position; the last one is for masked positions
     w.a          a vector per offset: row r + 64, with r clipped to +-64; the last one is for pairs
