@@ -210,8 +210,9 @@ IN_WORD = regex.compile(
 def word_starts(tokenizer, vocab_size):
     """-> (2, V) bool, for whole-word masking. [0]: the token begins a word; [1]: the token after it
     begins a word. As in BERT, punctuation, white space and special tokens are words of their own.
-    (One exception: text right after a character that is several tokens, such as an emoji, belongs
-    to the same word as that character.)
+    (Two exceptions: text right after a character that is several tokens, such as an emoji, belongs
+    to the same word as that character; and a character whose first byte is a token of its own, E0,
+    begins a word, also in Devanagari or Tamil.)
 
     Raises ValueError without a tokenizer.
     """

@@ -71,6 +71,7 @@ TASKS = {
     "squad_v2": SQUAD_V2,
     "docs": Task("", ("text",), DOCS_LIBRARIES),
 }
+METRICS = {name: task.score for name, task in TASKS.items()}
 
 # An entry is one value, or a dictionary whose keys are tasks ("squad" includes squad_v2), "narrow"
 # (d_model < 512), and REST for everything else. A warm-up below 1 is a fraction of the steps. With
@@ -279,8 +280,9 @@ def read_start(ckpt, cache="cache"):
         source = f"scratch, shaped like {run}"
         return {**read_checkpoint(run), "model": {}, "step": 0, "source": source}
     corpus = prepare("docs", "bpe", cache)
+    sizes = dict(vocab_size=corpus.vocab_size, dropout=0.0, attn_dropout=0.0)  # as in demo
     return {
-        "config": asdict(EncoderConfig(vocab_size=corpus.vocab_size)),
+        "config": asdict(EncoderConfig(**sizes)),
         "tokenizer": encoding_arguments(corpus.tokenizer),
         "tokenizer_hash": corpus.meta["tokenizer_hash"],
         "data": corpus.meta,
@@ -609,6 +611,8 @@ def parse_args(argv=None):
     if args.task == "ax":  # nothing to train on and no labels: the MNLI model predicts it
         args.eval_only = args.predict = True
     unused = {"seeds", "lr", "epochs", "batch_size", "length", "compile"} & given.keys()
+    if args.eval_only:
+        unused |= {"limit_train"} & given.keys()
     if unused and (args.eval_only or args.ckpt == "bow"):
         raise ValueError(f"--{min(unused)} has no effect with --eval_only or --ckpt bow")
     if args.predict and args.task == "docs":

@@ -249,6 +249,10 @@ class Encoder(nn.Module):
         self.train(was_training)
         return self.logits(q, k, pos, block.layer, pad, causal)
 
+    def attention(self, tokens, layer=0, pos=None, pad=None):
+        """Attention probabilities of one block -> (B, H, L, L)."""
+        return self.attention_logits(tokens, layer, pos, pad).softmax(-1)
+
 
 def init_weights(module):
     """The initialization of every weight.
@@ -934,11 +938,12 @@ def parse_pe(pe: str) -> list:
 # Loading
 
 
-def load(path) -> Encoder:
+def load(path, **override) -> Encoder:
     """A run folder or checkpoint file -> Encoder in eval mode, with `.config` and `.tokenizer`.
-    Raises ValueError if the weights do not fit."""
+    `override` replaces fields of the configuration (dropout=0.0). Raises ValueError if the weights
+    do not fit."""
     checkpoint = read_checkpoint(path)
-    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
+    encoder = Encoder(EncoderConfig(**{**checkpoint["config"], **override}))
     encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
     weights = checkpoint["model"].items()
     weights = {k.removeprefix("encoder."): v for k, v in weights if k.startswith("encoder.")}

@@ -561,7 +561,7 @@ class Pretraining(nn.Module):
         has_pair_head = any(part.kind == "position" for part in parts.values())
         for part in encoder.scheme.parts.values():
             if hasattr(part, "layers") and not (has_pair_head and cfg.pair_scores == "total"):
-                part.layers[-1].requires_grad_(False)
+                part.layers[encoder.config.n_layer :].requires_grad_(False)
 
     def check_batch(self, size):
         """Raise ValueError if a batch of this size is too small."""

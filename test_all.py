@@ -328,12 +328,12 @@ def test_initial_weights():
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_attention_and_dropout(norm, monkeypatch):
     """In training, dropout is applied to the embeddings, the attention probabilities and the output
-    of each sublayer (BERT); in evaluation, nowhere. The softmax of attention_logits is
-    the attention before dropout."""
+    of each sublayer (BERT); in evaluation, nowhere. Encoder.attention returns the probabilities
+    before dropout."""
     encoder, tokens, calls = tiny("rel", norm=norm, dropout=0.2, attn_dropout=0.3), sequences(), []
     pos, pad = torch.arange(12).flip(0), torch.arange(12).expand(6, 12) == 5
     assert (encoder(tokens) - encoder(tokens)).abs().max() > 0.1
-    A = [encoder.attention_logits(tokens, layer, pos, pad).softmax(-1) for layer in (0, 1)]
+    A = [encoder.attention(tokens, layer, pos, pad) for layer in (0, 1)]
 
     def watch(x, p, training):
         calls.append((x, p * training))
@@ -412,8 +412,10 @@ def test_no_special_is_selected(objective):
         if objective == "mlm":
             assert batch["mlm_weight"].sum(1).tolist() == n_selected
             assert not special.gather(1, batch["mlm_slots"])[batch["mlm_weight"]].any()
-        if objective == "pmlm":
-            assert (pos == UNKNOWN_POS).sum(1).tolist() == n_selected
+        if objective == "pmlm":  # other positions and all tokens are unchanged (RPP 3.1)
+            masked, true = pos == UNKNOWN_POS, torch.arange(12).expand(6, 12)
+            assert masked.sum(1).tolist() == n_selected
+            assert torch.equal(batch["tokens"], tokens) and torch.equal(pos[~masked], true[~masked])
 
 
 @pytest.mark.parametrize("mlm_on", ["masked", "all"])
@@ -494,14 +496,6 @@ def test_pplm_permutes_the_selected_positions():
     assert len(orders) == 24 and stats.chisquare(list(orders.values())).pvalue > 1e-3
 
 
-def test_pmlm_masks_the_selected_positions():
-    """PMLM masks the positions of 60% of the tokens, but no token (RPP 3.1)."""
-    _, tokens, batch = corrupted("pmlm", B=64)
-    masked, true = batch["pos"] == UNKNOWN_POS, torch.arange(12).expand(64, 12)
-    assert torch.equal(batch["tokens"], tokens) and (masked.sum(1) == 6).all()
-    assert torch.equal(batch["pos"][~masked], true[~masked])
-
-
 PAIR_LOSSES = [("pplm", pe, {}) for pe in ("abs", "tupe_r", "rel_k", "deberta", "rope+rel")]
 PAIR_LOSSES += [("pmlm", "tupe_r", {}), ("pplm_some", "t5", {}), ("pplm_binary", "bert_ad", {})]
 PAIR_LOSSES += [("pplm", "tupe_r", dict(pair_scores="content"))]
@@ -529,7 +523,7 @@ def test_pair_losses_equal_a_loop(name, pe, cfg):
         s = [q[h][i] @ k[h][j] / math.sqrt(D) for h in range(H)]
         if "pair_scores" not in cfg:
             args, scheme = (i, j, pos[b]), scheme_of(encoder)
-            s = [naive.logit(scheme, q[h], k[h], *args, weights[h], L) for h in range(H)]
+            s = [naive.logit(scheme, q[h], k[h], *args, weights[h]) for h in range(H)]
         label = torch.tensor(j - i + L - 1)
         if name == "pplm_binary":
             label = torch.tensor(int(pos[b][j] - pos[b][i] == j - i))
@@ -900,6 +894,8 @@ def test_presets(preset):
     args = train.parse_args(["--steps", "7", "--preset", preset, "--objective", "pplm+mlm"])
     assert args.steps == 7
     assert args.out_dir == f"out/{args.dataset}-{preset}-abs-mlm+pplm-s1337"
+    for dataset, name in (("a/b:20231101.de", "a-b-20231101-de"), ("x/texts/c.txt.gz", "texts")):
+        assert train.parse_args(["--dataset", dataset]).out_dir == f"out/{name}-demo-abs-mlm-s1337"
 
 
 def test_learning_rate():

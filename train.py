@@ -60,6 +60,7 @@ from lib.run import (
     print_baselines,
     print_summary,
 )
+from lib.sources import file_kind
 from lib.weights import load_strict, warm_start
 from model import PE_NAMES, Encoder, EncoderConfig
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, new_batch, seeded_generator
@@ -168,7 +169,7 @@ def parse_args(argv=None):
     args.objective, args.loss_weights = cfg.objective, cfg.loss_weights  # in canonical order
     if not args.out_dir:
         dataset = args.dataset
-        if re.search(r"[*?.]", dataset):  # a glob: the name of its folder
+        if re.search(r"[*?]", dataset) or file_kind(dataset)[0]:  # files: the name of their folder
             dataset = Path(dataset).parent.name or Path(dataset).stem
         dataset = re.sub(r"[^A-Za-z0-9]+", "-", dataset).strip("-") or "files"
         args.out_dir = f"out/{dataset}-{args.preset}-{args.pe}-{args.objective}-s{args.seed}"

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import threading
 from pathlib import Path
 
 from lib.baselines import KNOWS, beaten
@@ -88,7 +87,7 @@ class RunFolder:
 @contextlib.contextmanager
 def catch_signals():
     """-> a dictionary whose `number` is set once SIGTERM or SIGINT arrives, so that a run can save
-    and stop after its step; a second signal exits at once. Only in Python's main thread."""
+    and stop after its step; a second signal exits at once."""
     received = {"number": None}
 
     def handler(number, frame):
@@ -96,15 +95,12 @@ def catch_signals():
             os._exit(128 + number)
         received["number"] = number
 
-    previous = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            previous[number] = signal.signal(number, handler)
+    previous = {n: signal.signal(n, handler) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:
         for number, old in previous.items():
-            signal.signal(number, old or signal.SIG_DFL)  # None: not set from Python
+            signal.signal(number, old)
 
 
 def command_line(flags):

@@ -49,7 +49,7 @@ from results.show import (
     show,
     without_seed,
 )
-from tools.probe import db, order, print_table
+from tools.probe import db, opr, print_table
 
 HERE = Path(__file__).parent
 ROWS = HERE / "runs.jsonl"
@@ -268,7 +268,7 @@ def collect(folder):
         if "map" in found:
             A = np.array(found["map"])[1:-1, 1:-1]  # without [CLS] and [SEP]
             row["indicators"] = found["indicators"]["without_specials"]
-            row["ranges"] = [[n, order(A, n)[0], db(A, n)] for n in RANGES]
+            row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
         if "steps" in found:
             row["contexts"] = curve(found["steps"], "contextual score")
             row["entropies"] = curve(found["steps"], "entropy")

@@ -36,7 +36,7 @@ python -m tools.probe --ckpt $both
 python -m tools.probe --pe t5,rope,alibi
 
 # 6. A task, some minutes each: which library is a docstring from? A trained model, the same model untrained, a bag of words.
-python finetune.py --task docs --ckpt $mlm $tune
+python finetune.py --task docs --ckpt $both $tune
 python finetune.py --task docs --ckpt scratch $tune
 python finetune.py --task docs --ckpt bow ${STEPS:+--limit_train 64}
 

@@ -40,11 +40,11 @@ def at_input(name, x, position, w):
     return x
 
 
-def logit(scheme, q, k, i, j, pos, w, L):
+def logit(scheme, q, k, i, j, pos, w):
     """The logit s_ij of one head.
 
     scheme: a name, or a sum of names such as "abs+t5"; w: {name: its weights}; q, k (L, D): the
-    queries and keys of all tokens. L is not used here, but a new scheme may need it.
+    queries and keys of all tokens.
     """
     D, terms, s = len(q[i]), 1, 0.0
     q_i, k_j, r = q[i], k[j], pos[j] - pos[i]
@@ -101,7 +101,7 @@ def attend(scheme, q, k, v, pos, w, pad):
     L, y = len(q), []
     for i in range(L):
         keys = [j for j in range(L) if not pad[j]]
-        A = torch.stack([logit(scheme, q, k, i, j, pos, w, L) for j in keys]).softmax(0)
+        A = torch.stack([logit(scheme, q, k, i, j, pos, w) for j in keys]).softmax(0)
         y_i = 0.0
         for A_ij, j in zip(A, keys):
             y_i = y_i + A_ij * v[j]

@@ -110,6 +110,7 @@ def test_load(run):
     """load(run) is the encoder of a run in eval mode; weights that do not fit are refused."""
     folder = run("run", "--steps 1 --pe tupe_r --dropout .5")
     assert not load(folder).training and load(folder).config.dropout == 0.5
+    assert load(folder, dropout=0.0).config.dropout == 0
     checkpoint = torch.load(folder / "ckpt.pt")
     for change, error in ({"d_ff": 48}, "size mismatch"), ({"pe": "rel"}, "Missing key"):
         torch.save(checkpoint | {"config": checkpoint["config"] | change}, folder / "other.pt")

@@ -97,7 +97,9 @@ def test_docs_and_scratch(corpus, tmp_path, monkeypatch):
     assert train == [(("[MASK]'s [MASK].pad",), 1), (("import this",), 0)]
     assert evaluations == {"docs": [(("See from_numpy",), 2)]}
     model = finetune.make_model(finetune.read_start("scratch"), "cola", 16)
-    assert model.encoder.config == EncoderConfig(vocab_size=corpus.vocab_size)
+    assert model.encoder.config == EncoderConfig(
+        vocab_size=corpus.vocab_size, dropout=0.0, attn_dropout=0.0
+    )
 
 
 def test_texts_become_tokens(corpus):
@@ -268,7 +270,7 @@ def test_squad_run(home, tmp_path, capsys):
     answers = json.loads((tmp_path / "squad_v2.json").read_text())
     golds = [q.golds for q in squad.read_squad(None, "glue/dev-v2.0.json")]
     assert list(answers) == [str(i) for i in range(24)]
-    assert finetune.TASKS["squad"].score(golds, list(answers.values())) == row["metrics"]
+    assert finetune.METRICS["squad"](golds, list(answers.values())) == row["metrics"]
     assert row["metrics"]["f1"] > row["majority"] == pytest.approx(8 / 24)
     (again,) = run_finetune(tmp_path, "squad_v2 --eval_only")
     assert again["metrics"] == row["metrics"]
@@ -311,6 +313,7 @@ HEADER = "sentence1\tsentence2\tlabel\n"
 MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("cola --eval_only --ckpt out/run/ckpt.pt", None, "not a fine-tuned model"),
     ("cola --eval_only --lr 1", None, "--lr has no effect"),
+    ("cola --eval_only --limit_train 9", None, "--limit_train has no effect"),
     ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
     ("rte", None, "train.tsv does not exist"),
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2: label 'maybe'"),

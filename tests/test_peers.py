@@ -73,8 +73,7 @@ def test_word_starts_are_berts():
 def test_metrics_equal_scikit_learn_and_scipy():
     """The metrics are those of the libraries, also for one class, constant scores and ties."""
     metrics, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
-    ours = {name: task.score for name, task in finetune.TASKS.items()}
-    rng = np.random.default_rng(0)
+    ours, rng = finetune.METRICS, np.random.default_rng(0)
     binary = [rng.integers(0, 2, 20) for _ in range(30)] + [np.zeros(20, int), np.ones(20, int)]
     for y, p in zip(binary + binary[-2:] * 2, binary[::-1] + binary[:4]):
         right = metrics.accuracy_score(y, p)
@@ -113,7 +112,7 @@ def test_squad_metrics_follow_the_official_rules():
         (["c c d"], "c d d", 0, 2 / 3),
         (["Café  au\tla, $5.00"], "café au la 500", 1, 1),
     ):
-        found = finetune.TASKS["squad"].score([golds], [text])
+        found = finetune.METRICS["squad"]([golds], [text])
         assert found == pytest.approx({"em": em, "f1": f1}), (golds, text)
 
 

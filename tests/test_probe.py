@@ -46,6 +46,7 @@ def test_indicators_equal_loops(L, first, reach):
     rng = np.random.default_rng(L)
     for A in (rng.random((L, L)), rng.integers(1, 4, (L, L)).astype(float)):
         found = [probe.aiv(A), *probe.order(A, first), probe.sd(A), probe.db(A, reach)]
+        assert probe.opr(A, first) == found[1]
         assert found == pytest.approx(naive_indicators(A, first, reach), abs=1e-12)
 
 
@@ -227,9 +228,7 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]
     intra = [row[others].mean() for row, others in zip(cosines, same.fill_diagonal_(False))]
     entropies = [
-        torch.distributions.Categorical(logits=encoder.attention_logits(tokens[:16], layer))
-        .entropy()
-        .mean()
+        torch.distributions.Categorical(encoder.attention(tokens[:16], layer)).entropy().mean()
         for layer in range(encoder.config.n_layer)
     ]
     last = f"spread {encoder.config.n_layer}"

@@ -122,6 +122,11 @@ def order(A, first=None):
     return (shares / weight).tolist()
 
 
+def opr(A, first=None):
+    """Monotonicity: the first number of order."""
+    return order(A, first)[0]
+
+
 def sd(A):
     """Symmetry: the mean of |A_ij - A_ji| over i < j."""
     return float(abs(A - A.T)[np.triu_indices(len(A), 1)].mean())
