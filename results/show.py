@@ -243,7 +243,7 @@ CURVES |= {"tupe_a": GREEN, "tupe_r": GREEN}
 LARGER = {"lab-abs-mlm-s1337": "abs, lab size", "lab-abs-mlm+pplm-s1337": "abs, lab, with pplm"}
 ABLATED = {
     "pplm-3e-3-s1337": "alone",
-    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of six",
+    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of ten",
     "pplm-5e-4-s1337": "alone, RPP's\nlearning rate",
     "pplm-embeddings-s1337": "alone, on mlm's\nembeddings",
     "pplm-embeddings-frozen-s1337": "the same, frozen:\none seed of three",
@@ -277,8 +277,10 @@ def draw(folder, tables, rows):
 
     figure("plateau.png", draw_plateau, rows, "training loss (nats)", "step")
     figure("reading.png", draw_ablation, pick(ABLATED), "loss of pplm (nats)", "")
-    long = pick({name: name for name in tables["pplm"] if "-30000-" in name})
+    long = pick({name: name for name in tables["pplm"] if name.startswith("pplm-30000-")})
     figure("alone.png", draw_alone, long, "loss of pplm (nats)", "step")
+    layers = pick({f"pplm-30000-s{seed}": f"step (seed {seed})" for seed in (6, 9, 7)})
+    figure("layers.png", draw_layers, layers, "spread of hidden states", *layers)
     short = pick({name: name for name in tables["classroom"] if "-16-" in name})
     figure("spread.png", draw_spread, short, "spread of hidden states", "step", "layer")
     long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
@@ -346,6 +348,17 @@ def draw_alone(axes, runs):
     axes.axhline(level, color="k", lw=1)
     axes.text(5000, level, COPY, va="bottom")
     label_ends(axes, {f"{len(x)} of {len(runs)} seeds": x[0] for x in ends.values()})
+
+
+def draw_layers(left, middle, right, runs):
+    """Spread of hidden states after each layer over the steps of three runs of pplm, {name: row},
+    on a log scale; layer 0 is the embedding."""
+    for axes, row in zip((left, middle, right), runs.values()):
+        steps, *layers = zip(*row["spreads"])
+        for n, spread in enumerate(layers):
+            axes.plot(steps, spread, label=f"layer {n}")
+    left.set_yscale("log")
+    right.legend(frameon=False, loc="lower right")
 
 
 SPREADS = {
