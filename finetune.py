@@ -614,7 +614,8 @@ def parse_args(argv=None):
     if args.eval_only:
         unused |= {"limit_train"} & given.keys()
     if unused and (args.eval_only or args.ckpt == "bow"):
-        raise ValueError(f"--{min(unused)} has no effect with --eval_only or --ckpt bow")
+        reason = "--eval_only" if args.eval_only else "--ckpt bow"
+        raise ValueError(f"--{min(unused)} has no effect with {reason}")
     if args.predict and args.task == "docs":
         raise ValueError("--predict: docs has no test set")
     no_classes = args.task == "all" or TASKS[args.task].kind != "class"
