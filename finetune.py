@@ -2,28 +2,27 @@
 
     python finetune.py --task docs                # no network: which library is a docstring from?
     python finetune.py --task docs --ckpt scratch                  # the same without pre-training
-    python finetune.py --task docs --ckpt bow                      # bag of words
     python finetune.py --task cola --data_dir glue --seeds 5       # glue/CoLA/train.tsv, ...
-    python finetune.py --task all --recipe tupe --seeds 5 --predict       # all of GLUE from the hub
+    python finetune.py --task all --recipe tupe --seeds 5          # all of GLUE from the hub
     python finetune.py --task rte --ckpt out/run/finetuned-mnli.pt        # from the MNLI model
-    python finetune.py --task mnli --ckpt out/run --eval_only      # score out/run/finetuned-mnli.pt
 
 It starts from the newest checkpoint under out/ unless --ckpt names one. Every score is a line of
 results.jsonl. The table at the end shows the median or mean over seeds, the spread, and the score
 of always giving the most frequent answer (majority). The best run's model is saved beside it as
-finetuned-<task>.pt. RPP is the paper on relative position prediction (2022); Wang 2021 is "On
-Position Embeddings in BERT".
+finetuned-<task>.pt; tools/predict.py scores it again and writes the files to submit. --compile is
+off by default, because it is only worth it in long runs. RPP is the paper on relative position
+prediction (2022); Wang 2021 is "On Position Embeddings in BERT".
 """
 
 import itertools
-import json
 import math
 import os
 import re
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,25 +34,24 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm  # comes with datasets
 
-from data import encoding_arguments, prepare
+from data import prepare
 from lib import squad
-from lib.bow import bag_of_words
-from lib.config import (
-    DEVICE,
-    DTYPE,
-    PATH,
-    Parser,
-    RunFailed,
-    catch_errors,
-    setting,
-    validate_config,
-)
+from lib.bpe import encoding_arguments
+from lib.config import Parser, UserError, add_device_flags, between, leave, one_line_errors
 from lib.device import autocast, can_compile, keep_memory, pick_device, pick_dtype
-from lib.files import lock, newest_run, read_checkpoint, read_json, write_checkpoint
-from lib.glue import AX, GLUE, Task, paper_averages, read_split
+from lib.files import (
+    append_jsonl,
+    lock,
+    newest_run,
+    read_checkpoint,
+    read_json,
+    write_checkpoint,
+)
+from lib.glue import GLUE, Task, find_files, paper_averages, read_split
+from lib.run import broken
 from lib.sources import DOCS_LIBRARIES
 from lib.squad import SQUAD, SQUAD_V2
-from lib.weights import warm_start
+from lib.weights import load_strict, warm_start
 from model import Encoder, EncoderConfig, init_weights
 
 EVAL_TOKENS = 16384  # tokens per batch in evaluation
@@ -66,72 +64,73 @@ LIBRARY_NAMES = re.compile(
 
 TASKS = {
     **GLUE,
-    "ax": AX,
     "squad": SQUAD,
     "squad_v2": SQUAD_V2,
     "docs": Task("", ("text",), DOCS_LIBRARIES),
 }
 METRICS = {name: task.score for name, task in TASKS.items()}
 
-# An entry is one value, or a dictionary whose keys are tasks ("squad" includes squad_v2), "narrow"
-# (d_model < 512), and REST for everything else. A warm-up below 1 is a fraction of the steps. With
-# several learning rates, the one with the best score counts.
-#
 # What the papers do and this does not (deviations): ELECTRA's code has one linear layer on [CLS],
 # warms up to .9 of the learning rate, uses Adam without bias correction, and trains MRPC and STS-B
 # on both orders of the texts. TACO has another recipe for base size (table 8) and leaves MNLI-mm
 # out of the average in its table 3. Wang 2021 evaluates every 1,000 steps on SQuAD's dev set and
-# reports the best; here the last model is scored.
-REST = ""
+# reports the best; here the last model is scored. The encoder's dropout is not part of a recipe: it
+# is that of the pre-trained model, 0 for the presets demo and lab.
 # fmt: off
 RECIPES = {
-    # ELECTRA (Clark 2020, app. B), which RPP follows.
-    "electra": dict(
-        epochs={"rte": 10, "stsb": 10, "squad": 2, REST: 3},
-        lr={"narrow": [3e-4], REST: [1e-4]}, layer_decay=.8,
-        batch_size=32, warmup=.1, weight_decay=0., eps=1e-6,
-        length={"squad": 512, REST: 128}, aggregate="median"
-    ),
-    # TUPE, table 1.
-    "tupe": dict(
-        epochs={"mnli": 5, "qqp": 5, "qnli": 5, REST: 10},
-        lr=[2e-5, 3e-5, 4e-5, 5e-5], layer_decay=1.,
-        batch_size=32, warmup=.06, weight_decay=.01, eps=1e-6,
-        length=512, aggregate="median"
-    ),
-    # TACO, tables 6 and 7.
-    "taco": dict(
-        epochs={"mnli": 6, "qqp": 6, REST: 4},
-        lr=[5e-5], layer_decay=1.,
-        batch_size={"cola": 32, "stsb": 32, "mrpc": 32, "rte": 32, REST: 64},
-        warmup={"mnli": 2000, "qqp": 2000, "qnli": 200, "sst2": 200, REST: 100},
-        weight_decay=0., eps=1e-8,
-        length=128, aggregate="mean"
-    ),
-    # Wang 2021, table 6; the rest is the default of the script it uses.
-    "bert": dict(
-        epochs=3,
-        lr={"squad": [3e-5], REST: [2e-5]}, layer_decay=1.,
-        batch_size=32, warmup=0, weight_decay=0., eps=1e-8,
-        length={"squad": 384, REST: 128}, aggregate="mean"
-    ),
+    # ELECTRA (Clark 2020, app. B), which RPP follows
+    "electra": dict(epochs=3, lr=[1e-4], layer_decay=.8, batch_size=32, warmup=.1, weight_decay=0.,
+                    eps=1e-6, length=128, aggregate="median"),
+    # TUPE, table 1
+    "tupe": dict(epochs=10, lr=[2e-5, 3e-5, 4e-5, 5e-5], layer_decay=1., batch_size=32, warmup=.06,
+                 weight_decay=.01, eps=1e-6, length=512, aggregate="median"),
+    # TACO, tables 6 and 7
+    "taco": dict(epochs=4, lr=[5e-5], layer_decay=1., batch_size=64, warmup=100, weight_decay=0.,
+                 eps=1e-8, length=128, aggregate="mean"),
+    # Wang 2021, table 6; the rest is the default of the script it uses
+    "bert": dict(epochs=3, lr=[2e-5], layer_decay=1., batch_size=32, warmup=0, weight_decay=0.,
+                 eps=1e-8, length=128, aggregate="mean"),
 }
 # fmt: on
 
 
-def settings(args, name, cfg):
-    """The recipe for a task, overridden by the flags -> namespace of epochs, lr (a list),
+def recipe_for(name, task, d_model):
+    """-> a recipe's values for a task and the width of the model. A warm-up below 1 is a fraction
+    of the steps. Of several learning rates, the one with the best score counts."""
+    values = dict(RECIPES[name])
+    task = task.removesuffix("_v2")
+    if name == "electra":
+        if d_model < 512:
+            values["lr"] = [3e-4]
+        if task in ("rte", "stsb"):
+            values["epochs"] = 10
+        if task == "squad":
+            values |= dict(epochs=2, length=512)
+    elif name == "tupe":
+        if task in ("mnli", "qqp", "qnli"):
+            values["epochs"] = 5
+    elif name == "taco":
+        if task in ("mnli", "qqp"):
+            values |= dict(epochs=6, warmup=2000)
+        if task in ("qnli", "sst2"):
+            values["warmup"] = 200
+        if task in ("cola", "stsb", "mrpc", "rte"):
+            values["batch_size"] = 32
+    elif name == "bert":
+        if task == "squad":
+            values |= dict(lr=[3e-5], length=384)
+    if task == "docs":
+        values["epochs"] = 10
+    return values
+
+
+def settings(args, task, cfg):
+    """The recipe for a task, overridden by the flags -> namespace of recipe, epochs, lr (a list),
     batch_size, length, ... cfg: the encoder's configuration as a dictionary."""
-    chosen = dict(RECIPES[args.recipe], recipe=args.recipe)
-    width = "narrow" if cfg["d_model"] < 512 else REST
-    for key, value in chosen.items():
-        if isinstance(value, dict):
-            chosen[key] = value.get(name.removesuffix("_v2"), value.get(width, value[REST]))
-    if name == "docs":
-        chosen["epochs"] = 10
+    chosen = recipe_for(args.recipe, task, cfg["d_model"]) | {"recipe": args.recipe}
     chosen["length"] = min(chosen["length"], cfg["max_len"])
-    given = {key: value for key, value in vars(args).items() if value and key in chosen}
-    return SimpleNamespace(**chosen | given)
+    flags = {key: value for key, value in vars(args).items() if value is not None}
+    return SimpleNamespace(**chosen | {key: flags[key] for key in chosen.keys() & flags.keys()})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -154,34 +153,29 @@ def read_docs(cache):
     return train, {"docs": dev}
 
 
-def read_task(name, args):
-    """-> training rows ([] if nothing is trained), {name in the results: rows to score}. Raises
-    ValueError, OSError."""
+def read_task(name, data_dir, cache, limit_train=None):
+    """-> training rows, {name in the results: rows to score}. Raises UserError, OSError."""
     if name == "docs":
-        rows, evaluations = read_docs(args.cache)
+        rows, evaluations = read_docs(cache)
+        limit_train = limit_train or 500
     else:
-        task, rows = TASKS[name], []
-        if not args.eval_only:
-            rows = read_split(task, name, args.data_dir, "train")[name]
-        evaluations = read_split(task, name, args.data_dir, "dev")
+        rows = read_split(TASKS[name], name, data_dir, "train")[name]
+        evaluations = read_split(TASKS[name], name, data_dir, "dev")
     if None in map(itemgetter(1), rows):
-        raise ValueError(f"{name}: the training file has questions without answers")
-    limit = args.limit_train or (500 if name == "docs" else None)
-    order = np.random.default_rng(0).permutation(len(rows))[:limit]
+        raise UserError(f"{name}: the training file has questions without answers")
+    order = np.random.default_rng(0).permutation(len(rows))[:limit_train]
     return [rows[i] for i in order], evaluations
 
 
-def encode(texts, tokenizer, cfg, length):
+def encode(texts, tokenizer, cfg, length, masks=False):
     """One or two texts -> the ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length`; the
-    longer text is cut first."""
-    # Text has fewer than 16 characters per token, so a long document need not be tokenized in full.
+    longer text is cut first. masks: "[MASK]" in a text is the special token (the docs task)."""
+    room = length - 1 - len(texts)
+    special = {"[MASK]"} if masks else set()
     parts = [
-        tokenizer.encode(
-            text.strip()[: 16 * length], allowed_special={"[MASK]"}, disallowed_special=()
-        )
+        tokenizer.encode(text.strip(), allowed_special=special, disallowed_special=())[:room]
         for text in texts
     ]
-    room = length - 1 - len(parts)
     while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
     ids = [cfg.cls_id]
@@ -195,7 +189,8 @@ def encode_rows(model, rows):
     score, or (first, last) token of the answer."""
     tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
     if model.kind != "span":
-        return [(encode(row[0], tokenizer, cfg, model.length), row[1]) for row in rows], []
+        masks = model.name == "docs"
+        return [(encode(r[0], tokenizer, cfg, model.length, masks), r[1]) for r in rows], []
     encoded, windows = [], []
     for i, question in enumerate(rows):
         for row, window in squad.windows(i, question, tokenizer, cfg, model.length):
@@ -269,7 +264,7 @@ class Classifier(nn.Module):
 
 def read_start(ckpt, cache="cache"):
     """A path or 'scratch' -> a checkpoint dictionary, whose `source` is its name in the results.
-    Raises ValueError, OSError."""
+    Raises UserError."""
     if ckpt != "scratch":
         start = read_checkpoint(ckpt)
         start.pop("optimizer", None)  # twice as large as the model
@@ -293,34 +288,35 @@ def read_start(ckpt, cache="cache"):
 
 
 def make_model(start, name, length, seed=0):
-    """-> a Classifier that starts from a checkpoint's encoder. The head is new, unless the
-    checkpoint was fine-tuned on the same task. A length beyond max_len extends the position tables.
-    Raises ValueError if the weights do not fit."""
+    """-> a Classifier with a checkpoint's encoder and a new head. A length beyond max_len extends
+    the position tables. Raises UserError if the weights do not fit."""
     if length < 8:
-        raise ValueError(f"sequences of {length} tokens are too short: --length must be 8 or more")
+        raise UserError(f"sequences of {length} tokens are too short: --length must be 8 or more")
     torch.manual_seed(seed)
     cfg = start["config"]
     encoder = Encoder(EncoderConfig(**{**cfg, "max_len": max(length, cfg["max_len"])}))
     encoder.tokenizer = tiktoken.Encoding(**start["tokenizer"])
     model = Classifier(encoder, name, length)
-    needed = "" if start.get("task") == name else "encoder."
-    weights = {key: value for key, value in start["model"].items() if key.startswith(needed)}
-    if weights:
-        changes = warm_start(model, {**start, "model": weights}, start["source"])
-        missing = [key for key in changes["new"] if key.startswith(needed)]
-        if missing:
+    weights = {key: value for key, value in start["model"].items() if key.startswith("encoder.")}
+    if weights:  # else scratch
+        new = warm_start(model, {**start, "model": weights}, start["source"])["new"]
+        if missing := [key for key in new if key.startswith("encoder.")]:
             missing = ", ".join(missing[:3])
-            raise ValueError(f"{start['source']} does not fit this model: missing {missing}")
+            raise UserError(f"{start['source']} does not fit this model: missing {missing}")
     return model
 
 
 def load_finetuned(path):
     """finetuned-<task>.pt -> its checkpoint dictionary, Classifier in eval mode on the CPU. Raises
-    ValueError, OSError."""
-    checkpoint = read_start(path)
+    UserError."""
+    checkpoint = read_checkpoint(path)
     if "task" not in checkpoint:
-        raise ValueError(f"{path} is not a fine-tuned model: python finetune.py makes one")
-    return checkpoint, make_model(checkpoint, checkpoint["task"], checkpoint["length"]).eval()
+        raise UserError(f"{path} is not a fine-tuned model: python finetune.py makes one")
+    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
+    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
+    model = Classifier(encoder, checkpoint["task"], checkpoint["length"])
+    load_strict(model, checkpoint["model"], path)
+    return checkpoint, model.eval()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,7 +332,7 @@ def param_groups(model, lr, layer_decay, weight_decay):
     """
     n_layer, groups = len(model.encoder.blocks), defaultdict(list)
     for name, p in model.named_parameters():
-        # Some schemes have weights of their own in each layer (and for pre-training's pair head).
+        # Some schemes have weights of their own in each layer.
         layer = re.match(r"encoder\.(?:blocks|scheme\.parts\.\w+\.layers)\.(\d+)\.", name)
         depth = n_layer - int(layer[1]) if layer else n_layer + 1
         if name.startswith("head."):
@@ -359,8 +355,8 @@ def schedule(step, steps, warmup):
 
 
 def train(model, rows, chosen, lr, seed, args):
-    """Fine-tune in place on rows of (ids, label), with the values that settings() gives. Raises
-    RunFailed if the loss or the gradient is not finite."""
+    """Fine-tune in place on rows of (ids, label), with the values that settings() gives. The
+    program ends if the loss or the gradient is not finite."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     steps = chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
@@ -373,8 +369,7 @@ def train(model, rows, chosen, lr, seed, args):
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
     epochs = (batches_by_length(rows, chosen.batch_size, rng) for _ in range(chosen.epochs))
     batches = itertools.chain.from_iterable(epochs)
-    # How many steps had a non-finite gradient; with fp16, how many in a row up to now.
-    n_bad = torch.zeros((), device=args.device)
+    bad = torch.zeros((), dtype=torch.bool, device=args.device)  # was anything not finite?
     model.train()
     bar = tqdm(batches, f"{model.name} seed {seed}", steps, leave=False, disable=None)
     for step, indices in enumerate(bar):
@@ -394,16 +389,10 @@ def train(model, rows, chosen, lr, seed, args):
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
-        # Check every 200 steps only: it is a CPU-GPU sync. With fp16, some skips are normal.
-        bad = ~grad_norm.isfinite()
-        n_bad = (n_bad + bad) * bad if scaler.is_enabled() else n_bad + bad
-        if step % 200 == 199 or step + 1 == steps:
-            broken = n_bad >= 10 if scaler.is_enabled() else n_bad > 0 or not loss.isfinite()
-            if broken:
-                raise RunFailed(
-                    f"{model.name} seed {seed}: loss or gradient not finite near step {step + 1} "
-                    f"of {steps}; try a lower --lr, or --dtype float32"
-                )
+        bad |= ~(loss.detach() + grad_norm).isfinite()
+        if (step % 200 == 199 or step + 1 == steps) and broken(bad, scaler):  # a CPU-GPU sync
+            message = f"{model.name} seed {seed}: loss or gradient not finite near step {step + 1}"
+            leave(1, f"{message} of {steps}; try a lower --lr, or --dtype float32")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -446,19 +435,17 @@ def rank(model, rows, dtype=torch.float32):
 
 
 def predict(model, rows, dtype):
-    """A Classifier or bag_of_words() -> one prediction per row: class index, score or text."""
-    if not isinstance(model, Classifier):
-        return model.predict(rows)
+    """A Classifier -> one prediction per row: class index, score or text."""
     return [pairs[0][1] for pairs in rank(model, rows, dtype)]
 
 
-def evaluate(model, evaluations, run, began, args):
-    """Score the model on evaluations, {name in the results: rows} -> rows of results.jsonl, which
-    are printed and appended to that file.
+def evaluate(predict_rows, evaluations, run, began, out_dir):
+    """Score predictions on evaluations, {name in the results: rows} -> rows that are appended to
+    results.jsonl.
 
-    run: a dictionary (seed, lr, ckpt, ...) that becomes part of every row; began: time.time() when
-    the run began. In a row, `metrics` are the model's scores and `constant` those of always giving
-    the most frequent answer.
+    predict_rows(rows) gives a list; run: a dictionary (seed, lr, ckpt, ...) that becomes part of
+    every row; began: time.time() when the run began. In a row, `metrics` are the model's scores and
+    `constant` those of always giving the most frequent answer.
     """
     results = []
     for name, rows in evaluations.items():
@@ -466,45 +453,26 @@ def evaluate(model, evaluations, run, began, args):
         if None in labels:
             print(f"{name}: no score, {labels.count(None)} questions have no answers in the file")
             continue
-        predictions = predict(model, rows, args.dtype)
+        predictions = predict_rows(rows)
         answer = "" if task.kind == "span" else statistics.mode(labels)
         metrics = task.score(labels, predictions)
         constant = task.score(labels, [answer] * len(labels))
         majority = constant.get("accuracy", constant.get("em", 0.0))
         row = {**run, "task": name, "metrics": metrics, "constant": constant, "majority": majority}
         row |= {"one_class": len(set(predictions)) == 1, "seconds": time.time() - began}
+        append_jsonl(out_dir / "results.jsonl", row)
         results.append(row)
-        shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
-        print(
-            f"{name} seed {row['seed']} lr {row['lr']}: {shown} (majority {majority:.4f}), "
-            f"{row['seconds']:.0f} s",
-            flush=True,
-        )
-        with open(args.out_dir / "results.jsonl", "a") as handle:
-            handle.write(json.dumps(row) + "\n")
     return results
 
 
-def write_predictions(name, model, args):
-    """Write the files that gluebenchmark.com takes; for SQuAD, whose test set is not public, the
-    JSON of the dev set."""
-    task = TASKS[name]
-    split = "dev" if task.kind == "span" else "test"
-    files = read_split(task, name, args.data_dir, split)
-    if name == "mnli":
-        files |= read_split(AX, "ax", args.data_dir, "test")
-    for key, rows in files.items():
-        predictions = predict(model, rows, args.dtype)
-        if task.kind == "span":
-            file = args.out_dir / f"{key}.json"
-            text = json.dumps({row.id: answer for row, answer in zip(rows, predictions)})
-        else:
-            file, text = args.out_dir / f"{key}.tsv", "index\tprediction\n"
-            for (_, index), p in zip(rows, predictions):
-                answer = task.classes[p] if task.classes else f"{min(max(p, 0.0), 5.0):.3f}"
-                text += f"{index}\t{answer}\n"
-        file.write_bytes(text.encode())
-        print(f"predictions: {len(rows):,} rows in {file}")
+def print_scores(results):
+    for row in results:
+        shown = ", ".join(f"{key} {value:.4f}" for key, value in row["metrics"].items())
+        print(
+            f"{row['task']} seed {row['seed']} lr {row['lr']}: {shown} "
+            f"(majority {row['majority']:.4f}), {row['seconds']:.0f} s",
+            flush=True,
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -553,84 +521,40 @@ def report(results, args):
 # The program
 
 
-@dataclass
-class FinetuneConfig:
-    """The flags. None: decided by the recipe, the run or the device."""
-
-    task: str = setting("docs", "all: GLUE, and each paper's average", (*TASKS, "all"))
-    ckpt: str | None = setting(
-        None,
-        "run folder or checkpoint, fine-tuned or not (default: the newest under out/); scratch: "
-        "not pre-trained; bow: bag of words",
-        PATH,
-    )
-    data_dir: str | None = setting(
-        None, "folder with GLUE's official folders, or SQuAD's JSON (default: from the hub)", PATH
-    )
-    limit_train: int | None = setting(
-        None, "training examples (default: all; docs 500)", "[1, 1e9]"
-    )
-    recipe: str = setting(
-        "electra", "electra (used by RPP), tupe, taco, or bert (used by Wang 2021)", tuple(RECIPES)
-    )
-    seeds: int = setting(
-        1, "number of runs, seeds 0, 1, ... (RPP 10, TUPE 5, TACO 4, Wang 2021 5)", "[1, 1000]"
-    )
-    lr: tuple | None = setting(None, "peak learning rates; the best one counts", "(0, 1e9)")
-    epochs: int | None = setting(None, "epochs; docs: 10 in every recipe", "[1, 10000]")
-    batch_size: int | None = setting(None, "batch size", "[1, 1e6]")
-    length: int | None = setting(
-        None,
-        "maximum tokens per sequence (default: the recipe's, or the model's max_len if that is "
-        "smaller); beyond max_len, position tables get new rows",
-        "[8, 100000]",
-    )
-    eval_only: bool = setting(False, "no training: score finetuned-<task>.pt of --ckpt")
-    predict: bool = setting(
-        False, "write predictions to --out_dir: GLUE's files for submission, or SQuAD's JSON"
-    )
-    out_dir: str | None = setting(
-        None, "folder for results.jsonl, model and predictions (default: the checkpoint's)", PATH
-    )
-    cache: str = setting("cache", "folder for prepared data", PATH)
-    device: str | None = DEVICE
-    dtype: str | None = DTYPE
-    compile: bool | None = setting(
-        None, "torch.compile with dynamic shapes; only worth it in long runs (default: off)"
-    )
-
-    __post_init__ = validate_config
-
-
 def parse_args(argv=None):
-    """-> FinetuneConfig. Raises ValueError."""
+    """-> namespace of the flags. None: decided by the recipe, the run or the device."""
     parser = Parser("finetune.py", __doc__)
-    parser.add_settings("flags", FinetuneConfig)
-    given = vars(parser.parse_args(argv))
-    args = FinetuneConfig(**given)
-    if args.task == "ax":  # nothing to train on and no labels: the MNLI model predicts it
-        args.eval_only = args.predict = True
-    unused = {"seeds", "lr", "epochs", "batch_size", "length", "compile"} & given.keys()
-    if args.eval_only:
-        unused |= {"limit_train"} & given.keys()
-    if unused and (args.eval_only or args.ckpt == "bow"):
-        reason = "--eval_only" if args.eval_only else "--ckpt bow"
-        raise ValueError(f"--{min(unused)} has no effect with {reason}")
-    if args.predict and args.task == "docs":
-        raise ValueError("--predict: docs has no test set")
-    no_classes = args.task == "all" or TASKS[args.task].kind != "class"
-    if args.ckpt == "bow" and (no_classes or args.eval_only or args.predict):
-        raise ValueError("--ckpt bow takes one classification task, no --eval_only or --predict")
-    return args
+    count, path = between(int, "[1, 1e9]"), os.path.expanduser
+    flag = parser.add_argument_group("task and files").add_argument
+    flag("--task", choices=(*TASKS, "all"), default="docs", help="all: GLUE, with papers' averages")
+    flag("--ckpt", type=path, help="run or checkpoint (default: the newest under out/), or scratch")
+    flag(
+        "--data_dir", type=path, help="GLUE's official folders, or SQuAD's JSON (default: the hub)"
+    )
+    flag("--limit_train", type=count, help="training examples (default: all; docs: 500)")
+    flag("--out_dir", type=path, help="for results.jsonl and the model (default: the checkpoint's)")
+    flag("--cache", type=path, default="cache", help="folder for prepared data")
+
+    flag = parser.add_argument_group("recipe, and what replaces its values").add_argument
+    flag("--recipe", choices=list(RECIPES), default="electra", help="RPP's; Wang 2021's is bert")
+    flag("--seeds", type=between(int, "[1, 1000]"), default=1, help="number of runs, 0, 1, ...")
+    flag("--lr", type=between(float, "(0, 1e9)"), nargs="+", help="peaks; the best one counts")
+    flag("--epochs", type=between(int, "[1, 10000]"), help="docs: 10 in every recipe")
+    flag("--batch_size", type=count, help="sequences per step")
+    # Beyond the model's max_len, position tables get new rows.
+    flag("--length", type=between(int, "[8, 100000]"), help="tokens (default: at most max_len)")
+    flag("--dropout", type=between(float, "[0, 1)"), help="of the encoder (default: as trained)")
+    add_device_flags(parser)
+    return parser.parse_args(argv)
 
 
-def finetune(name, start, rows, evaluations, args, status):
-    """Fine-tune with every learning rate and seed -> rows of results.jsonl, the model with the best
-    first metric, which is saved."""
+def finetune(name, start, args):
+    """Fine-tune on a task with every learning rate and seed, and save the model with the best first
+    metric -> rows of results.jsonl."""
+    rows, evaluations = read_task(name, args.data_dir, args.cache, args.limit_train)
     chosen = settings(args, name, start["config"])
     # This model encodes the rows, and shows before any training that the weights fit.
     encoded, _ = encode_rows(make_model(start, name, chosen.length), rows)
-    file = args.out_dir / f"finetuned-{name}.pt"
     print(f"{name}: from {start['source']}; length {chosen.length}")
     print(
         f"{len(rows):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
@@ -638,19 +562,19 @@ def finetune(name, start, rows, evaluations, args, status):
         *chosen.lr,
         flush=True,
     )
-    results, best_score, best_model = [], -math.inf, None
-    status.running = True  # from here on, a ValueError is a bug
+    file = args.out_dir / f"finetuned-{name}.pt"
+    results, best_score = [], -math.inf
     for lr, seed in itertools.product(chosen.lr, range(args.seeds)):
         began = time.time()
         model = make_model(start, name, chosen.length, seed).to(args.device)
         train(model, encoded, chosen, lr, seed, args)
-        run = {**vars(chosen), "seed": seed, "lr": lr, "n_train": len(rows)}
-        run |= {"ckpt": start["source"], "step": start["step"]}
-        scored = evaluate(model, evaluations, run, began, args)
-        results += scored
+        run = {**vars(chosen), "dropout": start["config"]["dropout"], "seed": seed, "lr": lr}
+        run |= {"n_train": len(rows), "ckpt": start["source"], "step": start["step"]}
+        predictor = partial(predict, model, dtype=args.dtype)
+        scored = evaluate(predictor, evaluations, run, began, args.out_dir)
         score = next(iter(scored[0]["metrics"].values())) if scored else 0.0
         if score > best_score:
-            best_score, best_model = score, model
+            best_score = score
             checkpoint = {
                 **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")},
                 "task": name,
@@ -661,82 +585,57 @@ def finetune(name, start, rows, evaluations, args, status):
                 "model": model.state_dict(),
             }
             write_checkpoint(file, checkpoint)
-    status.running = False
+        print_scores(scored)
+        results += scored
     print(f"{name}: the best run's model is {file}")
-    return results, best_model
-
-
-def run_task(name, start, args, status):
-    """Train on a task or load a fine-tuned model, score it, predict with it -> rows of
-    results.jsonl."""
-    began = time.time()
-    rows, evaluations = read_task(name, args)
-    if args.ckpt == "bow":
-        run = {"seed": 0, "lr": None, "ckpt": "bow", "n_train": len(rows)}
-        return evaluate(bag_of_words(rows), evaluations, run, began, args)
-    if args.eval_only:
-        task = "mnli" if name == "ax" else name
-        is_folder = os.path.isdir(args.ckpt)
-        file = os.path.join(args.ckpt, f"finetuned-{task}.pt") if is_folder else args.ckpt
-        checkpoint, model = load_finetuned(file)
-        if checkpoint["task"] != task:
-            raise ValueError(f"{file} is fine-tuned on {checkpoint['task']}, not on {task}")
-        print(f"{name}: from {checkpoint['source']}; length {model.length}")
-        run = {**checkpoint["row"], "ckpt": checkpoint["source"], "eval_only": True}
-        results = evaluate(model.to(args.device), evaluations, run, began, args)
-    else:
-        results, model = finetune(name, start, rows, evaluations, args, status)
-    if args.predict:
-        write_predictions(name, model, args)
     return results
 
 
 def task_names(args):
-    """--task -> the names of the tasks; for `all`, those whose data exists. Raises ValueError."""
+    """--task -> the names of the tasks; for `all`, those whose folder exists. Raises UserError if
+    one of these lacks a file."""
     if args.task != "all":
         return [args.task]
     names = []
     for name, task in GLUE.items():
         if args.data_dir and not Path(args.data_dir, task.folder).exists():
             print(f"{name}: {Path(args.data_dir, task.folder)} does not exist; skipped")
-        else:
-            names.append(name)
+            continue
+        for split in ("train", "dev"):  # now, and not when the task's turn comes
+            find_files(task, name, args.data_dir, split)
+        names.append(name)
     if not names:
-        raise ValueError(f"--task all: {args.data_dir} has none of GLUE's folders")
+        raise UserError(f"--task all: {args.data_dir} has none of GLUE's folders")
     return names
 
 
 def main(argv=None):
-    with catch_errors("use a smaller --batch_size or --length") as status:
+    with one_line_errors("use a smaller --batch_size or --length"):
         args = parse_args(argv)
         keep_memory()
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError("finetune.py runs as one process: use python, not torchrun")
+            raise UserError("finetune.py runs as one process: use python, not torchrun")
         args.device = pick_device(args.device)
         args.dtype, _ = pick_dtype(args.device, args.dtype)
-        if args.compile and not can_compile(args.device):
-            print("torch.compile is off: no compiler found")
-            args.compile = False
+        args.compile = args.compile and can_compile(args.device)
 
         # All tasks start from the same checkpoint, even if another process saves a newer one.
-        # Without --ckpt, --eval_only looks for the fine-tuned model in --out_dir.
-        args.ckpt = args.ckpt or (args.eval_only and args.out_dir) or newest_run()
-        trains = not args.eval_only and args.ckpt != "bow"
-        start = read_start(args.ckpt, args.cache) if trains else None
-        if args.eval_only and not os.path.exists(args.ckpt):
-            raise FileNotFoundError(f"no checkpoint at {args.ckpt}")
-        folder = Path("out") if args.ckpt in ("scratch", "bow") else Path(args.ckpt)
+        args.ckpt = args.ckpt or newest_run()
+        start = read_start(args.ckpt, args.cache)
+        if args.dropout is not None:
+            start["config"] |= {"dropout": args.dropout, "attn_dropout": args.dropout}
+        folder = Path("out") if args.ckpt == "scratch" else Path(args.ckpt)
         args.out_dir = Path(args.out_dir or (folder.parent if folder.is_file() else folder))
         names = task_names(args)
         files = [os.path.realpath(args.out_dir / f"finetuned-{name}.pt") for name in names]
-        if trains and os.path.realpath(args.ckpt) in files:
-            raise ValueError(f"{args.ckpt} would be overwritten: use another --out_dir")
+        if os.path.realpath(args.ckpt) in files:
+            raise UserError(f"{args.ckpt} would be overwritten: use another --out_dir")
 
         args.out_dir.mkdir(parents=True, exist_ok=True)
         results = []
         for name in names:
             with lock(args.out_dir, f"fine-tuning on {name}", f".{name}.lock"):
-                results += run_task(name, start, args, status)
+                results += finetune(name, start, args)
         if results:
             report(results, args)
             print(f"results: {args.out_dir}/results.jsonl")

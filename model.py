@@ -10,7 +10,8 @@
 Notation: B batch size, L sequence length, C embedding dimension (d_model), H heads, D = C/H. Token
 i (the query) attends to token j (the key); pos_i is the position assigned to token i, p_i a vector
 for that position, r = pos_j - pos_i the offset (key minus query), and a_r a vector for that offset.
-R is the number of rows in a table of offsets; U, W and F are projections. RPP is Bruel-Gabrielsson
+R is the number of rows in a table of offsets; U, W and F are projections. A first dimension of
+"1 or B" is 1 if all sequences of a batch have the same positions. RPP is Bruel-Gabrielsson
 & Scarvelis (2022), TUPE Ke et al. (2021), Wang 2021 "On Position Embeddings in BERT". (deviation)
 marks a difference from the cited paper.
 
@@ -63,52 +64,43 @@ sum, because its scale or its reset of [CLS] is defined for its own terms.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
-import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from lib.config import setting, validate_config
-from lib.files import read_checkpoint
-from lib.weights import load_strict
 
 UNKNOWN_POS = -1  # the id of a masked position (objective pmlm)
 N_SPECIALS = 8  # [CLS] [PAD] [SEP] [MASK] and 4 spare ones: the last ids of a vocabulary
 MAX_OFFSET = 64  # rel, rel_k, rsin, rlsin, deberta, tupe_r_factored clip offsets to +-64
 N_OFFSETS = 2 * MAX_OFFSET + 2  # R: a row per clipped offset, and one for masked positions
-T5_BUCKETS = 32
-T5_MAX_DISTANCE = 128
+SDPA_DEVICES = ("cuda",)  # where F.scaled_dot_product_attention is faster than an explicit softmax
 
 
 @dataclass
 class EncoderConfig:
-    """The architecture and its defaults. A setting with a help text is also a command-line flag.
-    Raises ValueError if the sizes do not fit together."""
+    """The architecture. Raises ValueError if the settings do not fit together."""
 
     vocab_size: int = 50265  # including the 8 special tokens
-    pe: str = setting("abs", "positional scheme, or a sum such as rope+t5")
-    n_layer: int = setting(4, "layers", "[1, 1000]")
-    n_head: int = setting(4, "attention heads", "[1, 1e4]")
-    d_model: int = setting(128, "embedding dimension C", "[1, 1e5]")
-    d_ff: int = setting(512, "hidden dimension of the feed-forward layer", "[1, 1e6]")
-    max_len: int = setting(64, allowed="[1, 1e6]")  # rows of the position tables
-    dropout: float = setting(0.1, "dropout rate, attention included", "[0, 1)")
-    attn_dropout: float = setting(0.1, allowed="[0, 1)")  # train.py sets it to dropout
+    pe: str = "abs"  # positional scheme: a name in SCHEMES, or a sum such as rope+t5
+    n_layer: int = 4
+    n_head: int = 4  # H
+    d_model: int = 128  # C
+    d_ff: int = 512  # hidden dimension of the feed-forward layer
+    max_len: int = 64  # rows of the position tables
+    dropout: float = 0.1  # of embeddings and of the output of every sublayer
+    attn_dropout: float = 0.1  # of attention probabilities
+    norm: str = "post"  # LayerNorm after each residual connection (BERT); pre: before each sublayer
     norm_eps: float = 1e-5
-    norm: str = setting(
-        "post",
-        "LayerNorm after each residual connection (post, BERT) or before each sublayer (pre)",
-        ("post", "pre"),
-    )
 
     def __post_init__(self):
-        validate_config(self)
         if self.d_model % self.n_head:
-            raise ValueError(
-                f"--d_model {self.d_model} is not a multiple of --n_head {self.n_head}"
-            )
-        parse_pe(self.pe)
+            raise ValueError(f"d_model {self.d_model} is not a multiple of n_head {self.n_head}")
+        if self.norm not in ("post", "pre"):
+            raise ValueError(f"norm is {self.norm!r}; choose from post, pre")
+        for component in parse_pe(self.pe):
+            if component.needs_even and getattr(self, component.needs_even) % 2:
+                raise ValueError(f"--pe {self.pe} needs an even {component.needs_even}")
 
     d_head = property(lambda self: self.d_model // self.n_head)
     cls_id = property(lambda self: self.vocab_size - N_SPECIALS)
@@ -118,189 +110,26 @@ class EncoderConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# The encoder
-
-
-class Block(nn.Module):
-    """A transformer layer: attention, then a feed-forward layer with exact GELU, each as
-    x = LN(x + f(x)) (norm post, as in BERT) or x = x + f(LN(x)) (norm pre)."""
-
-    def __init__(self, cfg: EncoderConfig, layer: int):
-        super().__init__()
-        self.layer, self.n_head, self.pre = layer, cfg.n_head, cfg.norm == "pre"
-        self.dropout, self.attn_dropout = cfg.dropout, cfg.attn_dropout
-        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model)
-        self.out = nn.Linear(cfg.d_model, cfg.d_model)
-        self.norm1 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.fc1 = nn.Linear(cfg.d_model, cfg.d_ff)
-        self.fc2 = nn.Linear(cfg.d_ff, cfg.d_model)
-        self.norm2 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-
-    def forward(self, x, scheme, pos, bias):
-        """x (B, L, C); scheme: the PositionalScheme; pos: a Positions; bias: what
-        scheme.bias_and_mask returned, the same for all layers -> (B, L, C)."""
-        if self.pre:
-            x = x + self.drop(self.attend(self.norm1(x), scheme, pos, bias))
-            return x + self.drop(self.feed_forward(self.norm2(x)))
-        x = self.norm1(x + self.drop(self.attend(x, scheme, pos, bias)))
-        return self.norm2(x + self.drop(self.feed_forward(x)))
-
-    def drop(self, x):
-        return dropout(x, self.dropout, self.training)
-
-    def feed_forward(self, x):
-        return self.fc2(F.gelu(self.fc1(x)))
-
-    def heads(self, x):
-        """(B, L, C) -> q, k, v, (B, H, L, D) each."""
-        x = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
-        return x.permute(2, 0, 3, 1, 4)  # (3, B, H, L, D)
-
-    def attend(self, x, scheme, pos, bias):
-        """Multi-head attention with the scheme's terms; arguments as in forward -> (B, L, C)."""
-        B, L, C = x.shape
-        q, k, v = self.heads(x)
-        q, k, bias = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + bias
-        p = self.attn_dropout if self.training else 0.0
-        # On a GPU, SDPA never materializes the attention A. On a CPU, the explicit softmax is
-        # faster; and `values` needs A.
-        if q.is_cuda and not scheme.has_values:
-            y = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, scale=scheme.scale)
-        else:
-            A = dot_product_logits(q, k, bias, scheme.scale).softmax(-1)  # (B, H, L, L)
-            A = dropout(A, p, self.training)
-            y = A @ v  # (B, H, L, D)
-            if scheme.has_values:
-                y = y + scheme.values(A, pos, self.layer)
-        return self.out(y.transpose(1, 2).reshape(B, L, C))  # (B, H, L, D) -> (B, L, C)
-
-
-def dot_product_logits(q, k, bias, scale):
-    """q, k (B, H, L, D), bias broadcastable to (B, H, L, L) or None -> (B, H, L, L)."""
-    logits = q * scale @ k.transpose(-1, -2)
-    return logits if bias is None else logits + bias
-
-
-def compute_dtype(x):
-    """The dtype that matrix multiplications use: autocast's if it is enabled, otherwise x's."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-class Encoder(nn.Module):
-    """Token (+ position) embedding -> LayerNorm -> dropout -> n_layer blocks (-> LayerNorm with
-    norm pre). There are no segment embeddings (Wang 2021's BERT has them: deviation)."""
-
-    def __init__(self, cfg: EncoderConfig):
-        super().__init__()
-        self.config = cfg
-        self.tokenizer = None  # a tiktoken.Encoding, set by load() and train.py
-        padded_size = 64 * math.ceil(cfg.vocab_size / 64)  # faster matrix multiplication
-        self.tok = nn.Embedding(padded_size, cfg.d_model)
-        self.scheme = PositionalScheme(cfg)
-        self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
-        pre = cfg.norm == "pre"
-        self.final_norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps) if pre else nn.Identity()
-        self.apply(init_weights)
-
-    def forward(self, tokens, pos=None, pad=None, causal=False, n_layer=None):
-        """Token ids -> hidden states.
-
-        tokens (B, L) int64 with [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
-        arange(L), UNKNOWN_POS = masked; pad (B, L) bool, True = padding; causal: each token attends
-        to itself and to those before it; n_layer: stop after that many, without final_norm.
-        -> (B, L, C). Raises ValueError if a sequence is longer than a position table.
-        """
-        if pos is None:
-            pos = torch.arange(tokens.size(1), device=tokens.device)
-        pos = pos if isinstance(pos, Positions) else Positions(pos)
-        x = dropout(self.embed(tokens, pos), self.config.dropout, self.training)
-        bias = self.scheme.bias_and_mask(pos, pad, causal, compute_dtype(x))
-        for block in self.blocks[:n_layer]:
-            x = block(x, self.scheme, pos, bias)
-        return self.final_norm(x) if n_layer is None else x
-
-    def embed(self, tokens, pos):
-        """tokens (B, L), Positions -> the input of the first block, before dropout (B, L, C)."""
-        x = self.tok(tokens) * self.scheme.token_scale
-        p = self.scheme.embed(pos)
-        return self.norm(x if p is None else x + p.to(x.dtype))
-
-    def logits(self, q, k, pos, layer, pad=None, causal=False):
-        """Attention logits before the softmax. q, k (B, H, L, D); pos (L,), (B, L) or a Positions;
-        layer 0 to n_layer - 1, or n_layer for objectives.PairHead -> (B, H, L, L)."""
-        pos = pos if isinstance(pos, Positions) else Positions(pos)
-        bias = self.scheme.bias_and_mask(pos, pad, causal, q.dtype)
-        q, k, bias = self.scheme.terms(q, k, pos, layer, bias)
-        return dot_product_logits(q, k, bias, self.scheme.scale)
-
-    @torch.no_grad()
-    def attention_logits(self, tokens, layer=0, pos=None, pad=None, causal=False):
-        """Attention logits of one block with dropout off; layer may be negative (-1: the last); the
-        other arguments are those of forward -> (B, H, L, L)."""
-        was_training = self.training
-        self.eval()
-        if pos is None:
-            pos = torch.arange(tokens.size(1), device=tokens.device)
-        block = self.blocks[layer]
-        x = self(tokens, pos, pad, causal, n_layer=block.layer)
-        q, k, _ = block.heads(block.norm1(x) if block.pre else x)
-        self.train(was_training)
-        return self.logits(q, k, pos, block.layer, pad, causal)
-
-    def attention(self, tokens, layer=0, pos=None, pad=None):
-        """Attention probabilities of one block -> (B, H, L, L)."""
-        return self.attention_logits(tokens, layer, pos, pad).softmax(-1)
-
-
-def init_weights(module):
-    """The initialization of every weight.
-
-    Linear, Embedding      N(0, 0.02), bias 0
-    XavierLinear           Xavier-uniform, bias 0 (U_Q, U_K, F_Q, F_K, the pair head)
-    LayerNorm              1 and 0
-    other parameters       where they are created: masked positions, theta, free tables N(0, 0.02);
-                           frequencies 10000^(-2k/width)
-    """
-    if isinstance(module, XavierLinear):
-        nn.init.xavier_uniform_(module.weight)
-    elif isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
-def dropout(x, p, training):
-    """F.dropout(x, p, training). On a CPU in eager mode, one 64-bit random number serves four
-    elements, which is about three times as fast. (p is rounded to a multiple of 1/65536.)"""
-    if not training or p == 0:
-        return x
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.dropout(x, p)
-    n_dropped = min(round(65536 * p), 65535)  # of the 65536 16-bit values
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)  # all 64 bits
-    bits = bits.view(torch.int16)[: x.numel()].view(x.shape)  # each uniform in -32768 to 32767
-    keep = bits.ge_(n_dropped - 32768).to(x.dtype)  # ge_ writes 0 or 1; a bool tensor is slower
-    return x * keep.mul_(65536 / (65536 - n_dropped))
-
-
-# --------------------------------------------------------------------------------------------------
-# Positions and offsets
+# Positions
 
 
 class Positions:
     """The positions assigned to the tokens of a batch: the argument `pos` of every hook.
 
     ids (1 or B, L) int64, UNKNOWN_POS for a masked position. Everything is computed from these, not
-    from the index of a token in the tensor, since pplm permutes them and pmlm masks them. There is
-    one object per forward pass; it caches what all layers and the pair head share.
+    from the index of a token in the tensor, since pplm permutes them and pmlm masks them.
     """
 
     def __init__(self, ids):
         self.ids = torch.atleast_2d(ids)  # (L,) -> (1, L), shared by the batch
-        self.bias = None  # set by PositionalScheme.bias
         self._offset_rows = None
+
+    @classmethod
+    def of(cls, tokens, pos=None):
+        """tokens (B, L); pos a Positions, ids, or None: the indices of the tokens -> Positions."""
+        if pos is None:
+            pos = torch.arange(tokens.size(1), device=tokens.device)
+        return pos if isinstance(pos, Positions) else cls(pos)
 
     @property
     def offsets(self):
@@ -318,7 +147,7 @@ class Positions:
     @property
     def offset_rows(self):
         """(1 or B, L, L): the row of each pair in a table of N_OFFSETS rows."""
-        if self._offset_rows is None:
+        if self._offset_rows is None:  # computed once for all layers
             clipped = self.offsets.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
             self._offset_rows = torch.where(self.masked_pairs, N_OFFSETS - 1, clipped)
         return self._offset_rows
@@ -335,39 +164,82 @@ class Positions:
         return torch.where(self.ids == UNKNOWN_POS, max_len, self.ids)
 
 
-def gather_offsets(x, rows):
-    """x (B, H, L, R), one value per row of a table; rows (1 or B, L, L) -> (B, H, L, L): for each
-    pair, the value at its row."""
-    return x.gather(-1, rows[:, None].expand(x.size(0), x.size(1), -1, -1))
+# --------------------------------------------------------------------------------------------------
+# A component of a positional scheme
 
 
-def sum_by_offset(A, rows, n_rows):
-    """A (B, H, L, L), rows (1 or B, L, L) -> (B, H, L, R): for each query, the sum over the keys
-    that share a row."""
-    zeros = A.new_zeros(*A.shape[:-1], n_rows)
-    return zeros.scatter_add(-1, rows[:, None].expand_as(A), A)
+class Component(nn.Module):
+    """To add a scheme, subclass this, override some of its five hooks, and add a line to SCHEMES.
+    A hook that is not overridden adds nothing.
+
+    pos is a Positions. Pairs with a masked position (pos.masked_pairs) need a separate value, since
+    their offset is meaningless. Weights that every layer has of its own are in self.layers, made by
+    self.layer_weights(cfg), of which the pair head of objectives.py adds one (see RelativeKeys).
+    """
+
+    scale_terms = 1  # q_i . k_j + scores_ij is divided by sqrt(scale_terms * D)
+    scale_tokens = False  # multiply token embeddings by sqrt(C)
+    masked_ok = True  # whether it can represent a masked position
+    combinable = True  # whether it can be part of a sum
+    needs_even = None  # "d_model" or "d_head" if that must be even
+
+    def __init__(self, cfg: EncoderConfig):
+        super().__init__()
+        self.scale = (self.scale_terms * cfg.d_head) ** -0.5
+
+    def embed(self, pos):
+        """-> (1 or B, L, C), added to the token embeddings."""
+        return 0
+
+    def bias(self, pos):
+        """-> (1 or B, H, L, L) logits of positions alone, computed once per forward pass and shared
+        by all layers (and once more by the pair head of objectives.py)."""
+        return 0
+
+    def edit_qk(self, q, k, pos):
+        """q, k (B, H, L, D) -> the same, changed, in every layer."""
+        return q, k
+
+    def scores(self, q, k, pos, layer):
+        """q, k (B, H, L, D) before edit_qk -> (B, H, L, L) logits of tokens and positions together,
+        scaled afterwards like q_i . k_j. layer: 0 to n_layer - 1, and n_layer for the pair head."""
+        return 0
+
+    def values(self, A, pos, layer):
+        """A (B, H, L, L), the attention after dropout -> (B, H, L, D), added to A v."""
+        return 0
 
 
-def bias_from_table(table, index):
-    """table (R, H), one scalar per head in each row; index (B, L, L), where B may be 1
-    -> (B, H, L, L). (Not table[index]: its gradient is nondeterministic with several threads.)"""
-    B, L, _ = index.shape
-    scalars = table.t().expand(B, -1, -1)  # (B, H, R)
-    index = index.view(B, 1, L * L).expand(-1, table.size(1), -1)  # (B, H, L L)
-    return scalars.gather(-1, index).view(B, -1, L, L)
+class XavierLinear(nn.Linear):
+    """A linear layer that init_weights initializes Xavier-uniform: U_Q, U_K, F_Q, F_K and the pair
+    head. With BERT's N(0, 0.02), which the papers use, the product of two of them would be near 0,
+    and the pair head would start to learn late (deviation)."""
 
 
-def t5_bucket(r):
-    """T5's bidirectional buckets of the offset r: exact below 8, then logarithmic up to 128."""
-    half = T5_BUCKETS // 2  # one half per sign
-    exact = half // 2
-    distance = r.abs()
-    ratio = torch.log(distance.clamp(min=1).float() / exact)
-    ratio = ratio / math.log(T5_MAX_DISTANCE / exact)
-    far = exact + (ratio * (half - exact)).long()
-    far = far.clamp(max=half - 1)
-    bucket = torch.where(distance < exact, distance, far)
-    return bucket + half * (r > 0)
+def normal(*shape):
+    return nn.Parameter(0.02 * torch.randn(*shape))
+
+
+# --------------------------------------------------------------------------------------------------
+# The schemes that everybody asks about; the others are below the encoder
+
+
+class Absolute(Component):
+    """BERT: a learned vector per position, added to the token embedding (TUPE eq 3)."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.table = nn.Embedding(cfg.max_len + 1, cfg.d_model)  # the last row: masked
+
+    def embed(self, pos):
+        return self.table(pos.table_rows(self.table.num_embeddings - 1))
+
+
+def frequencies(width, like):
+    """w_k = 10000^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5), on the device of
+    `like`. Never in 16 bits, in which an angle at position 512 could be off by almost a radian."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return 10000.0 ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
 
 
 def sinusoids(x, w):
@@ -378,154 +250,6 @@ def sinusoids(x, w):
     return waves.flatten(-2)
 
 
-def normal(*shape):
-    return nn.Parameter(0.02 * torch.randn(*shape))
-
-
-class Constant(nn.Module):
-    """Frequencies or slopes, which stay float32 when the model is cast to 16 bits: at position 512
-    an angle computed from a bf16 frequency can be off by almost a radian."""
-
-    def __init__(self, value, learned=False):
-        super().__init__()
-        self.value = nn.Parameter(value) if learned else nn.Buffer(value)
-
-    def _apply(self, fn, recurse=True):
-        before = self.value.data
-        super()._apply(fn, recurse)
-        if self.value.dtype.itemsize < 4:
-            self.value.data = before.to(self.value.device)
-        return self
-
-    @classmethod
-    def frequencies(cls, width, learned=False):
-        """w_k = 10000^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5)."""
-        if width % 2:
-            raise ValueError(
-                f"sinusoids need an even width, not {width}: change --d_model or --n_head"
-            )
-        k = torch.arange(0, width, 2).double()
-        return cls(10000.0 ** (-k / width).to(torch.get_default_dtype()), learned)
-
-
-class XavierLinear(nn.Linear):
-    """A linear layer that init_weights initializes Xavier-uniform: U_Q, U_K, F_Q, F_K and the pair
-    head. With BERT's N(0, 0.02), which the papers use, the product of two of them would be near 0,
-    and the pair head would start to learn late (deviation)."""
-
-
-# --------------------------------------------------------------------------------------------------
-# Positional schemes: the interface, their sum, and the components
-
-
-class Component(nn.Module):
-    """To add a scheme, subclass this, override some of its five hooks, and add a line to SCHEMES.
-    A hook that is not overridden adds nothing.
-
-    pos is a Positions. Pairs with a masked position (pos.masked_pairs) need a separate value, since
-    their offset is meaningless.
-    """
-
-    scale_terms = 1  # q_i . k_j + scores_ij is divided by sqrt(scale_terms * D)
-    scale_tokens = False  # multiply token embeddings by sqrt(C)
-    masked_ok = True  # whether it can represent a masked position
-    combinable = True  # whether it can be part of a sum
-
-    def __init__(self, cfg: EncoderConfig):
-        super().__init__()
-        self.scale = (self.scale_terms * cfg.d_head) ** -0.5
-
-    def embed(self, pos):
-        """-> (1 or B, L, C), added to the token embeddings."""
-
-    def bias(self, pos):
-        """-> (1 or B, H, L, L) logits of positions alone, computed once per forward pass and shared
-        by all layers and the pair head."""
-
-    def edit_qk(self, q, k, pos):
-        """q, k (B, H, L, D) -> the same, changed, in every layer."""
-        return q, k
-
-    def scores(self, q, k, pos, layer):
-        """q, k (B, H, L, D) before edit_qk -> (B, H, L, L) logits of tokens and positions together,
-        scaled afterwards like q_i . k_j. layer: 0 to n_layer - 1, and n_layer for the pair head."""
-
-    def values(self, A, pos, layer):
-        """A (B, H, L, L), the attention after dropout -> (B, H, L, D), added to A v."""
-
-
-class PositionalScheme(nn.Module):
-    """The sum of a scheme's components, hook by hook: the interface that Block and Encoder use."""
-
-    def __init__(self, cfg: EncoderConfig):
-        super().__init__()
-        self.parts = nn.ModuleDict({c.__name__: c(cfg) for c in parse_pe(cfg.pe)})
-        parts = self.parts.values()
-        self.scale = min(part.scale for part in parts)  # the same for all parts of a legal sum
-        self.token_scale = cfg.d_model**0.5 if any(part.scale_tokens for part in parts) else 1.0
-        self.masked_ok = all(part.masked_ok for part in parts)
-        self.has_values = any(type(part).values is not Component.values for part in parts)
-
-    def embed(self, pos):
-        return self.total(part.embed(pos) for part in self.parts.values())
-
-    def bias(self, pos):
-        if pos.bias is None:
-            pos.bias = self.total(part.bias(pos) for part in self.parts.values())
-        return pos.bias
-
-    def bias_and_mask(self, pos, pad, causal, dtype):
-        """What all layers add to their logits: the bias, and -inf where padding or the causal mask
-        (by index, not by position) forbids attention. Broadcastable to (B, H, L, L), or None."""
-        bias, L, device = self.bias(pos), pos.ids.size(1), pos.ids.device
-        forbidden = None if pad is None else pad[:, None, None, :]  # (B, 1, 1, L)
-        if causal:
-            future = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
-            forbidden = future if forbidden is None else forbidden | future
-        if forbidden is not None:
-            bias = torch.zeros(L, L, dtype=dtype, device=device) if bias is None else bias
-            bias = bias.masked_fill(forbidden, float("-inf"))
-        return None if bias is None else bias.to(dtype).contiguous()
-
-    def terms(self, q, k, pos, layer, bias):
-        """-> q, k and bias of one layer (layer n_layer: the pair head), such that its logits are
-        scale q . k + bias. bias: what bias_and_mask returned."""
-        scores = self.total(part.scores(q, k, pos, layer) for part in self.parts.values())
-        if scores is not None:
-            scores = self.scale * scores  # (B, H, L, L)
-            bias = scores if bias is None else scores + bias
-        for part in self.parts.values():
-            q, k = part.edit_qk(q, k, pos)
-        return q, k, bias
-
-    def values(self, A, pos, layer):
-        return self.total(part.values(A, pos, layer) for part in self.parts.values())
-
-    @staticmethod
-    def total(terms):
-        """The sum of the terms that are not None, or None."""
-        total = None
-        for term in terms:
-            if term is not None:
-                total = term if total is None else total + term
-        return total
-
-
-class NoPositions(Component):
-    combinable = False
-
-
-class Absolute(Component):
-    """A learned vector per position, added to the token embedding (TUPE eq 3)."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.table = nn.Embedding(cfg.max_len + 1, cfg.d_model)
-
-    def embed(self, pos):
-        return self.table(pos.table_rows(self.table.num_embeddings - 1))
-
-
 class Sinusoidal(Component):
     """Sines and cosines of the position with fixed frequencies.
 
@@ -534,20 +258,18 @@ class Sinusoidal(Component):
     """
 
     scale_tokens = True
+    needs_even = "d_model"
     learned = False
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.masked = normal(cfg.d_model)
-        self.w = Constant.frequencies(cfg.d_model, self.learned)
+        self.w = nn.Parameter(frequencies(cfg.d_model, self.masked)) if self.learned else None
 
     def embed(self, pos):
+        w = self.w if self.learned else frequencies(len(self.masked), self.masked)
         masked = (pos.ids == UNKNOWN_POS)[..., None]
-        return torch.where(masked, self.masked, sinusoids(pos.ids, self.w.value))
-
-
-class LearnedSinusoidal(Sinusoidal):
-    learned = True
+        return torch.where(masked, self.masked, sinusoids(pos.ids, w))
 
 
 # An (L, L, D) tensor is never built. For the keys, q_i . a_r is computed for all R rows of the
@@ -556,13 +278,17 @@ class LearnedSinusoidal(Sinusoidal):
 
 
 def offset_scores(q, a, pos):
-    """q (B, H, L, D), a (R, D) -> q_i . a_r for each pair (B, H, L, L)."""
-    return gather_offsets(q @ a.to(q.dtype).t(), pos.offset_rows)
+    """q (B, H, L, D), a (R, D) or (H, R, D) -> q_i . a_r for each pair (B, H, L, L)."""
+    scores = q @ a.to(q.dtype).transpose(-1, -2)  # (B, H, L, R)
+    rows = pos.offset_rows[:, None].expand(*scores.shape[:3], -1)  # (B, H, L, L), 0 to R - 1
+    return scores.gather(-1, rows)
 
 
 def offset_values(A, a, pos):
     """A (B, H, L, L), a (R, D) -> sum_j A_ij a_r for each query (B, H, L, D)."""
-    return sum_by_offset(A, pos.offset_rows, len(a)) @ a.to(A.dtype)
+    zeros = A.new_zeros(*A.shape[:-1], len(a))  # (B, H, L, R)
+    by_offset = zeros.scatter_add(-1, pos.offset_rows[:, None].expand_as(A), A)
+    return by_offset @ a.to(A.dtype)
 
 
 class Relative(Component):
@@ -583,127 +309,30 @@ class Relative(Component):
         return offset_values(A, self.table.weight, pos)
 
 
-class RelativeKeys(Component):
-    """Relative for keys only, with one table per layer (TUPE eq 4)."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        # One table per layer, and one for the pair head.
-        tables = [nn.Embedding(N_OFFSETS, cfg.d_head) for _ in range(cfg.n_layer + 1)]
-        self.layers = nn.ModuleList(tables)
-
-    def scores(self, q, k, pos, layer):
-        return offset_scores(q, self.layers[layer].weight, pos)
-
-
-class RelativeSinusoidal(Component):
-    """rel with sinusoids of the signed offset r (NEZHA uses the row r + 64 instead: deviation)."""
-
-    learned = False
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.masked = normal(1, cfg.d_head)
-        self.w = Constant.frequencies(cfg.d_head, self.learned)
-
-    def vectors(self):
-        """-> a (R, D)."""
-        w = self.w.value
-        r = torch.arange(-MAX_OFFSET, MAX_OFFSET + 1, device=w.device)
-        return torch.cat((sinusoids(r, w), self.masked))
-
-    def scores(self, q, k, pos, layer):
-        return offset_scores(q, self.vectors(), pos)
-
-    def values(self, A, pos, layer):
-        return offset_values(A, self.vectors(), pos)
-
-
-class LearnedRelativeSinusoidal(RelativeSinusoidal):
-    learned = True
-
-
-class Deberta(Component):
-    """Content-to-position and position-to-content terms (He 2021), projected in each layer:
-
-    s_ij = (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q) / sqrt(3D)
-
-    We follow the paper's equation; its code uses a_r in both terms.
-    """
-
-    combinable = False
-    scale_terms = 3
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        C = cfg.d_model
-        self.table = nn.Embedding(N_OFFSETS, C)
-        # W_K and W_Q, for each layer and for the pair head.
-        projections = [nn.Linear(C, 2 * C, bias=False) for _ in range(cfg.n_layer + 1)]
-        self.layers = nn.ModuleList(projections)
-
-    def scores(self, q, k, pos, layer):
-        a = self.layers[layer](self.table.weight)  # (R, 2C)
-        a_k, a_q = a.unflatten(-1, (2, q.size(1), -1)).permute(1, 2, 3, 0)  # (H, D, R) each
-        content_to_position = gather_offsets(q @ a_k, pos.offset_rows)  # (B, H, L, L)
-        # Cell (j, i) of the gathered tensor has the offset from j to i, which is -r. Transposed, it
-        # is the term of the pair (i, j).
-        position_to_content = gather_offsets(k @ a_q, pos.offset_rows).transpose(-1, -2)
-        return content_to_position + position_to_content
+def bias_from_table(table, index):
+    """table (R, H), one scalar per head in each row; index (B, L, L), where B may be 1
+    -> (B, H, L, L). (Not table[index]: its gradient is nondeterministic with several threads.)"""
+    B, L, _ = index.shape
+    scalars = table.t().expand(B, -1, -1)  # (B, H, R)
+    index = index.view(B, 1, L * L).expand(-1, table.size(1), -1)  # (B, H, L L)
+    return scalars.gather(-1, index).view(B, -1, L, L)
 
 
 class T5Bias(Component):
-    """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5)."""
+    """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). There are 16 buckets
+    per sign: one for each distance up to 7, then two per doubling of it, the last from 91 on."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = nn.Embedding(T5_BUCKETS + 1, cfg.n_head)  # the last row: masked pairs
+        self.table = nn.Embedding(32 + 1, cfg.n_head)  # the last row: masked pairs
+        far = [min(15, 8 + int(2 * math.log2(d / 8))) for d in range(8, 129)]
+        self.bucket = nn.Buffer(torch.tensor([*range(8), *far]), persistent=False)
 
     def bias(self, pos):
-        bucket = torch.where(pos.masked_pairs, T5_BUCKETS, t5_bucket(pos.offsets))
+        r = pos.offsets
+        bucket = self.bucket[r.abs().clamp(max=128)] + 16 * (r > 0)  # (1 or B, L, L)
+        bucket = torch.where(pos.masked_pairs, 32, bucket)
         return bias_from_table(self.table.weight, bucket)
-
-
-class FactoredBias(Component):
-    """b_r = (a_r F_Q) . (a_r F_K) per head (TUPE sec 5, a failed attempt)."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.n_head = cfg.n_head
-        self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
-        self.f_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
-        self.f_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
-
-    def bias(self, pos):
-        a = self.table.weight
-        b = self.f_q(a) * self.f_k(a)  # (R, C)
-        b = b.unflatten(-1, (self.n_head, -1)).sum(-1)  # (R, H)
-        return bias_from_table(b, pos.offset_rows)
-
-
-class Alibi(Component):
-    """-slope_h |r|, symmetric, for an encoder, with the published slopes for any H (Press 2021)."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.masked = normal(cfg.n_head, 1, 1)
-        slopes = torch.tensor(self.published_slopes(cfg.n_head))
-        self.slopes = Constant(slopes.view(-1, 1, 1))
-
-    @staticmethod
-    def published_slopes(n_head):
-        def powers(n):
-            return [2 ** (-8 * (h + 1) / n) for h in range(n)]
-
-        n = 2 ** int(math.log2(n_head))
-        extra = powers(2 * n)[0::2]  # if H is not a power of 2: every other slope for 2n heads
-        return powers(n) + extra[: n_head - n]
-
-    def bias(self, pos):
-        slopes = self.slopes.value
-        distance = pos.offsets.abs()[:, None]  # (1 or B, 1, L, L)
-        bias = -slopes * distance.to(slopes.dtype)  # (1 or B, H, L, L)
-        return torch.where(pos.masked_pairs[:, None], self.masked, bias)
 
 
 class Rotary(Component):
@@ -711,13 +340,11 @@ class Rotary(Component):
     depends on the positions only through the offset r."""
 
     masked_ok = False  # no rotation represents a masked position
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.w = Constant.frequencies(cfg.d_head)
+    needs_even = "d_head"
 
     def edit_qk(self, q, k, pos):
-        angles = pos.ids[..., None].to(self.w.value.dtype) * self.w.value  # (1 or B, L, D/2)
+        w = frequencies(q.size(-1), q)  # (D/2,)
+        angles = pos.ids[..., None].to(w.dtype) * w  # (1 or B, L, D/2)
         cos = angles.cos().to(q.dtype)[:, None]  # (1 or B, 1, L, D/2)
         sin = angles.sin().to(q.dtype)[:, None]
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
@@ -750,7 +377,8 @@ class UntiedPositions(nn.Module):
     def forward(self, pos):
         """-> p_i U_Q and p_j U_K at the assigned positions, (1 or B, H, L, D) each."""
         rows = pos.table_rows(self.max_len)  # (1 or B, L)
-        q, k = [F.embedding(rows, table) for table in self.project(self.table.weight)]
+        p_q, p_k = self.project(self.table.weight)  # (max_len + 1, C) each
+        q, k = F.embedding(rows, p_q), F.embedding(rows, p_k)  # (1 or B, L, C)
         q = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (1 or B, H, L, D)
         k = k.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
         return q, k
@@ -765,7 +393,7 @@ def reset_cls(v, theta):
     """
     theta_1, theta_2 = theta.unsqueeze(-1)  # (H, 1) each
     v = v.clone()
-    v[..., 1:, 0] = theta_2  # [CLS] is index 0
+    v[..., 1:, 0] = theta_2  # [CLS] is index 0 and keeps its position
     v[..., 0, :] = theta_1  # including (0, 0)
     return v
 
@@ -794,9 +422,9 @@ class Tupe(Component):
 
     def bias(self, pos):
         # The position vectors p_i have separate projections U_Q and U_K, which are never applied to
-        # tokens. Dividing both terms by sqrt(2D) instead of sqrt(D) keeps the magnitude of their
-        # sum (TUPE sec 3.3), provided that the two are of similar size. (With this initialization
-        # the positional term is larger at first.)
+        # tokens. Dividing both terms by sqrt(2D) instead of sqrt(D) (here, and q_i . k_j in
+        # Block.attend) keeps the magnitude of their sum (TUPE sec 3.3), provided that the two are
+        # of similar size. (With this initialization the positional term is larger at first.)
         q, k = self.positions(pos)  # (1 or B, H, L, D) each
         v = q @ k.transpose(-1, -2) * self.scale  # the paper's v_ij, (1 or B, H, L, L)
         if self.relative_bias is not None:
@@ -804,16 +432,418 @@ class Tupe(Component):
         if self.theta is None:
             return v
         # [CLS] is not part of the text, so its distance to other tokens means nothing. Its row and
-        # its column are therefore replaced by one scalar per head each, computed from a learned
-        # vector as p_t U_Q . p_t U_K / sqrt(2D). This replaces T5's bias too (the released code
-        # resets the two parts separately: deviation).
-        q, k = self.positions.project(self.theta)  # (2, C) each
-        theta = (q * k).unflatten(-1, (v.size(1), -1)).sum(-1)  # (2, H)
+        # its column are therefore replaced by one scalar per head each, theta_1 and theta_2. They
+        # are computed from two learned vectors p_t as p_t U_Q . p_t U_K / sqrt(2D). This replaces
+        # T5's bias too (the released code resets the two parts separately: deviation).
+        t_q, t_k = self.positions.project(self.theta)  # (2, C) each
+        theta = (t_q * t_k).unflatten(-1, (v.size(1), -1)).sum(-1)  # (2, H)
         return reset_cls(v, theta * self.scale)
 
 
 class TupeR(Tupe):
     relative = T5Bias
+
+
+# --------------------------------------------------------------------------------------------------
+# The sum of a scheme's components
+
+
+class PositionalScheme(nn.Module):
+    """The sum of a scheme's components, hook by hook: the interface that Block and Encoder use."""
+
+    def __init__(self, cfg: EncoderConfig):
+        super().__init__()
+        self.parts = nn.ModuleDict({c.__name__: c(cfg) for c in parse_pe(cfg.pe)})
+        parts = list(self.parts.values())
+        for part in parts:
+            check_component(part)
+        self.scale = parts[0].scale  # parse_pe has checked that it is the same for all
+        self.token_scale = cfg.d_model**0.5 if any(part.scale_tokens for part in parts) else 1.0
+        self.has_values = any(type(part).values is not Component.values for part in parts)
+        self.n_head, self.d_model = cfg.n_head, cfg.d_model
+
+    def embed(self, pos):
+        """-> (1 or B, L, C), or None if no component overrides it."""
+        L = pos.ids.size(1)
+        return total([part.embed for part in self.parts.values()], (L, self.d_model), pos)
+
+    def bias(self, pos):
+        """-> (1 or B, H, L, L) or None."""
+        L = pos.ids.size(1)
+        return total([part.bias for part in self.parts.values()], (self.n_head, L, L), pos)
+
+    def terms(self, q, k, pos, layer, bias):
+        """-> q, k and bias of one layer, such that its logits are scale q . k + bias.
+
+        q, k (B, H, L, D); layer 0 to n_layer - 1, and n_layer for the pair head; bias: what is
+        added in every layer (Encoder.bias_and_mask)."""
+        H, L = q.shape[1:3]
+        hooks = [part.scores for part in self.parts.values()]
+        scores = total(hooks, (H, L, L), q, k, pos, layer)
+        if scores is not None:
+            scores = self.scale * scores  # (B, H, L, L)
+            bias = scores if bias is None else scores + bias
+        for part in self.parts.values():
+            edited = part.edit_qk(q, k, pos)
+            for x in edited or [edited]:
+                check_result(part.edit_qk, x, q.shape[1:])
+            q, k = edited
+        return q, k, bias
+
+    def values(self, A, pos, layer):
+        """A (B, H, L, L) -> (B, H, L, D) or None."""
+        H, L = A.shape[1:3]
+        hooks = [part.values for part in self.parts.values()]
+        return total(hooks, (H, L, self.d_model // H), A, pos, layer)
+
+    def add_layer(self, cfg):
+        """The pair head's own weights, for components that have weights per layer."""
+        for part in self.parts.values():
+            if len(getattr(part, "layers", ())) == cfg.n_layer:
+                part.layers.append(part.layer_weights(cfg).apply(init_weights))
+
+
+def total(hooks, shape, *args):
+    """The sum of what the hooks of a scheme's components return, tensors (1 or B, *shape), or None
+    if no component overrides the hook."""
+    result = None
+    for hook in hooks:
+        term = hook(*args)
+        if isinstance(term, int):  # not overridden: 0
+            continue
+        check_result(hook, term, shape)
+        result = term if result is None else result + term
+    return result
+
+
+def check_result(hook, x, shape):
+    """Raise an error that names the hook, with file and line, unless x is a tensor (1 or B, *shape)
+    and, with --detect_anomaly, finite."""
+    if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
+        found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
+        expected = f"(1 or B, {', '.join(map(str, shape))})"
+        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
+    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
+        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
+
+
+def check_component(part):
+    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
+    where = located(type(part).__init__)
+    if "scale" not in vars(part):
+        raise TypeError(f"{where} does not call super().__init__(cfg)")
+    for name, value in vars(part).items():
+        for x in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
+                raise TypeError(
+                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
+                    "or nn.ParameterList"
+                )
+
+
+def located(method):
+    """The name of a method with its file and line."""
+    code = method.__code__
+    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+# --------------------------------------------------------------------------------------------------
+# The encoder
+
+
+class Block(nn.Module):
+    """A transformer layer: attention, then a feed-forward layer with exact GELU, each as
+    x = LN(x + f(x)) (norm post, as in BERT) or x = x + f(LN(x)) (norm pre)."""
+
+    def __init__(self, cfg: EncoderConfig, layer: int):
+        super().__init__()
+        self.layer, self.n_head, self.pre = layer, cfg.n_head, cfg.norm == "pre"
+        self.dropout, self.attn_dropout = cfg.dropout, cfg.attn_dropout
+        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model)
+        self.out = nn.Linear(cfg.d_model, cfg.d_model)
+        self.norm1 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.fc1 = nn.Linear(cfg.d_model, cfg.d_ff)
+        self.fc2 = nn.Linear(cfg.d_ff, cfg.d_model)
+        self.norm2 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
+
+    def forward(self, x, scheme, pos, bias):
+        """x (B, L, C); scheme: the PositionalScheme; pos: a Positions; bias: what
+        Encoder.bias_and_mask returned, the same for all layers -> (B, L, C)."""
+        attended = F.dropout(self.attend(x, scheme, pos, bias), self.dropout, self.training)
+        x = x + attended if self.pre else self.norm1(x + attended)
+        hidden = self.fc1(self.norm2(x) if self.pre else x)
+        transformed = F.dropout(self.fc2(F.gelu(hidden)), self.dropout, self.training)
+        return x + transformed if self.pre else self.norm2(x + transformed)
+
+    def heads(self, x):
+        """The block's input (B, L, C) -> q, k, v, (B, H, L, D) each."""
+        x = self.norm1(x) if self.pre else x
+        x = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
+        return x.permute(2, 0, 3, 1, 4)  # (3, B, H, L, D)
+
+    def attend(self, x, scheme, pos, bias):
+        """Multi-head attention with the scheme's terms; arguments as in forward -> (B, L, C)."""
+        B, L, C = x.shape
+        q, k, v = self.heads(x)
+        q, k, bias = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + bias
+        p = self.attn_dropout if self.training else 0.0
+        # On a GPU, SDPA never materializes the attention A. On a CPU, the explicit softmax is
+        # faster; and `values` needs A.
+        if x.device.type in SDPA_DEVICES and not scheme.has_values:
+            y = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, scale=scheme.scale)
+        else:
+            A = dot_product_logits(q, k, bias, scheme.scale).softmax(-1)  # (B, H, L, L)
+            A = F.dropout(A, p)
+            y = A @ v  # (B, H, L, D)
+            if scheme.has_values:
+                y = y + scheme.values(A, pos, self.layer)
+        return self.out(y.transpose(1, 2).reshape(B, L, C))  # (B, H, L, D) -> (B, L, C)
+
+
+def dot_product_logits(q, k, bias, scale):
+    """q, k (B, H, L, D), bias broadcastable to (B, H, L, L) or None -> (B, H, L, L)."""
+    logits = (q * scale) @ k.transpose(-1, -2)
+    return logits if bias is None else logits + bias
+
+
+def compute_dtype(x):
+    """The dtype that matrix multiplications use: autocast's if it is enabled, otherwise x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class Encoder(nn.Module):
+    """Token (+ position) embedding -> LayerNorm -> dropout -> n_layer blocks (-> LayerNorm with
+    norm pre). There are no segment embeddings (Wang 2021's BERT has them: deviation)."""
+
+    def __init__(self, cfg: EncoderConfig):
+        super().__init__()
+        self.config = cfg
+        self.tokenizer = None  # a tiktoken.Encoding, set by load() and train.py
+        padded_size = 64 * math.ceil(cfg.vocab_size / 64)  # faster matrix multiplication
+        self.tok = nn.Embedding(padded_size, cfg.d_model)
+        self.scheme = PositionalScheme(cfg)
+        self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
+        pre = cfg.norm == "pre"
+        self.final_norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps) if pre else nn.Identity()
+        self.apply(init_weights)
+
+    def forward(self, tokens, pos=None, pad=None, causal=False):
+        """Token ids -> the last hidden states.
+
+        tokens (B, L) int64 with [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
+        arange(L), UNKNOWN_POS = masked; pad (B, L) bool, True = padding; causal: each token attends
+        to itself and to those before it -> (B, L, C). Raises ValueError if a sequence is longer
+        than a position table.
+        """
+        return self.final_norm(self.hidden_states(tokens, pos, pad, causal)[-1])
+
+    def hidden_states(self, tokens, pos=None, pad=None, causal=False):
+        """Arguments as in forward -> the n_layer + 1 states (B, L, C) between the blocks: the input
+        of the first one, the output of each. final_norm is not applied to the last."""
+        pos = Positions.of(tokens, pos)
+        x = F.dropout(self.embed(tokens, pos), self.config.dropout, self.training)
+        states, bias = [x], self.bias_and_mask(pos, pad, causal, compute_dtype(x))
+        for block in self.blocks:
+            states.append(block(states[-1], self.scheme, pos, bias))
+        return states
+
+    def embed(self, tokens, pos):
+        """tokens (B, L), Positions -> the input of the first block, before dropout (B, L, C)."""
+        x = self.tok(tokens) * self.scheme.token_scale
+        p = self.scheme.embed(pos)
+        return self.norm(x if p is None else x + p.to(x.dtype))
+
+    def bias_and_mask(self, pos, pad, causal, dtype):
+        """What all layers add to their logits: the scheme's bias, and -inf where padding or the
+        causal mask (by index, not by position) forbids attention. Broadcastable to (B, H, L, L), or
+        None."""
+        bias, L, device = self.scheme.bias(pos), pos.ids.size(1), pos.ids.device
+        forbidden = None if pad is None else pad[:, None, None, :]  # (B, 1, 1, L)
+        if causal:
+            future = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
+            forbidden = future if forbidden is None else forbidden | future
+        if forbidden is not None:
+            bias = torch.zeros(L, L, dtype=dtype, device=device) if bias is None else bias
+            bias = bias.masked_fill(forbidden, float("-inf"))
+        return None if bias is None else bias.to(dtype).contiguous()  # as SDPA demands
+
+    def logits(self, q, k, pos, layer, pad=None, causal=False):
+        """Attention logits before the softmax. q, k (B, H, L, D); pos (L,), (B, L) or a Positions;
+        layer 0 to n_layer - 1, or n_layer for objectives.PairHead -> (B, H, L, L)."""
+        pos = Positions.of(q[:, 0], pos)
+        bias = self.bias_and_mask(pos, pad, causal, q.dtype)
+        q, k, bias = self.scheme.terms(q, k, pos, layer, bias)
+        return dot_product_logits(q, k, bias, self.scheme.scale)
+
+    @torch.no_grad()
+    def attention(self, tokens, layer=0, pos=None, pad=None):
+        """Attention probabilities of one block with dropout off; layer may be negative (-1: the
+        last) -> (B, H, L, L)."""
+        was_training, block = self.training, self.blocks[layer]
+        pos = Positions.of(tokens, pos)
+        q, k, _ = block.heads(self.eval().hidden_states(tokens, pos, pad)[block.layer])
+        self.train(was_training)
+        return self.logits(q, k, pos, block.layer, pad).softmax(-1)
+
+
+def init_weights(module):
+    """The initialization of every weight.
+
+    Linear, Embedding      N(0, 0.02), bias 0
+    XavierLinear           Xavier-uniform, bias 0 (U_Q, U_K, F_Q, F_K, the pair head)
+    LayerNorm              1 and 0
+    other parameters       where they are created: masked positions, theta, free tables N(0, 0.02);
+                           frequencies 10000^(-2k/width)
+    """
+    if isinstance(module, XavierLinear):
+        nn.init.xavier_uniform_(module.weight)
+    elif isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def load(path, **override) -> Encoder:
+    """A run folder or checkpoint file -> Encoder in eval mode, with `.config` and `.tokenizer`.
+    `override` replaces fields of the configuration (dropout=0.0). Raises RuntimeError if the
+    weights do not fit. (A run of clm was trained with causal=True, which forward must be given.)"""
+    import tiktoken
+
+    path = Path(path)
+    file = path / "ckpt.pt" if path.is_dir() else path
+    checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    cfg = EncoderConfig(**{**checkpoint["config"], **override})
+    encoder = Encoder(cfg)
+    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
+    weights = checkpoint["model"].items()
+    weights = {k.removeprefix("encoder."): v for k, v in weights if k.startswith("encoder.")}
+    if any(f".layers.{cfg.n_layer}." in name for name in weights):
+        encoder.scheme.add_layer(cfg)  # the pair head's
+    encoder.load_state_dict(weights)
+    return encoder.eval()
+
+
+# --------------------------------------------------------------------------------------------------
+# The other schemes
+
+
+class NoPositions(Component):
+    combinable = False
+
+
+class LearnedSinusoidal(Sinusoidal):
+    learned = True
+
+
+class RelativeKeys(Component):
+    """Relative for keys only, with one table per layer (TUPE eq 4)."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.layers = nn.ModuleList(self.layer_weights(cfg) for _ in range(cfg.n_layer))
+
+    def layer_weights(self, cfg):
+        return nn.Embedding(N_OFFSETS, cfg.d_head)
+
+    def scores(self, q, k, pos, layer):
+        return offset_scores(q, self.layers[layer].weight, pos)
+
+
+class RelativeSinusoidal(Component):
+    """rel with sinusoids of the signed offset r (NEZHA uses the row r + 64 instead: deviation)."""
+
+    needs_even = "d_head"
+    learned = False
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.masked = normal(cfg.d_head)
+        self.w = nn.Parameter(frequencies(cfg.d_head, self.masked)) if self.learned else None
+
+    def vectors(self):
+        """-> a (R, D)."""
+        w = self.w if self.learned else frequencies(len(self.masked), self.masked)
+        r = torch.arange(-MAX_OFFSET, MAX_OFFSET + 1, device=w.device)
+        return torch.cat((sinusoids(r, w), self.masked[None]))
+
+    def scores(self, q, k, pos, layer):
+        return offset_scores(q, self.vectors(), pos)
+
+    def values(self, A, pos, layer):
+        return offset_values(A, self.vectors(), pos)
+
+
+class LearnedRelativeSinusoidal(RelativeSinusoidal):
+    learned = True
+
+
+class Deberta(Component):
+    """Content-to-position and position-to-content terms (He 2021), projected in each layer:
+
+    s_ij = (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q) / sqrt(3D)
+
+    We follow the paper's equation; its code uses a_r in both terms.
+    """
+
+    combinable = False
+    scale_terms = 3
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
+        self.layers = nn.ModuleList(self.layer_weights(cfg) for _ in range(cfg.n_layer))
+
+    def layer_weights(self, cfg):
+        return nn.Linear(cfg.d_model, 2 * cfg.d_model, bias=False)  # W_K and W_Q
+
+    def scores(self, q, k, pos, layer):
+        a = self.layers[layer](self.table.weight)  # (R, 2C)
+        a_k, a_q = a.unflatten(-1, (2, q.size(1), -1)).permute(1, 2, 0, 3)  # (H, R, D) each
+        content_to_position = offset_scores(q, a_k, pos)  # (B, H, L, L)
+        # Cell (j, i) of the gathered tensor has the offset from j to i, which is -r. Transposed, it
+        # is the term of the pair (i, j).
+        position_to_content = offset_scores(k, a_q, pos).transpose(-1, -2)
+        return content_to_position + position_to_content
+
+
+class FactoredBias(Component):
+    """b_r = (a_r F_Q) . (a_r F_K) per head (TUPE sec 5, a failed attempt)."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.n_head = cfg.n_head
+        self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
+        self.f_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
+        self.f_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
+
+    def bias(self, pos):
+        a = self.table.weight
+        b = self.f_q(a) * self.f_k(a)  # (R, C)
+        b = b.unflatten(-1, (self.n_head, -1)).sum(-1)  # (R, H)
+        return bias_from_table(b, pos.offset_rows)
+
+
+class Alibi(Component):
+    """-slope_h |r|, symmetric, for an encoder, with the published slopes for any H (Press 2021)."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.masked = normal(cfg.n_head)
+
+    def slopes(self):
+        """-> (H,): 2^(-8h/n), h = 1 to n, for the largest power of two n up to H. Further heads get
+        those of 2n heads in between, from the largest on."""
+        H, dtype = len(self.masked), torch.promote_types(self.masked.dtype, torch.float32)
+        n = 2 ** int(math.log2(H))
+        h = torch.arange(H, device=self.masked.device, dtype=dtype)
+        return 2.0 ** (-8 / n * torch.where(h < n, h + 1, h - n + 0.5))
+
+    def bias(self, pos):
+        slopes, masked = self.slopes()[:, None, None], self.masked[:, None, None]  # (H, 1, 1)
+        distance = pos.offsets.abs()[:, None]  # (1 or B, 1, L, L)
+        return torch.where(pos.masked_pairs[:, None], masked, -slopes * distance)
 
 
 class TupeATieCls(Tupe):
@@ -838,13 +868,14 @@ class TupeFree(Component):
         super().__init__(cfg)
         # The last row and the last column are for masked positions.
         self.table = normal(cfg.n_head, cfg.max_len + 1, cfg.max_len + 1)
-        self.theta = normal(2, cfg.n_head)
+        self.theta = normal(2 * cfg.n_head)  # one dimension, so that it is not decayed
 
     def bias(self, pos):
         H, n, _ = self.table.shape
         row = pos.table_rows(n - 1)
         cell = row[:, :, None] * n + row[:, None, :]  # (1 or B, L, L)
-        return reset_cls(bias_from_table(self.table.view(H, n * n).t(), cell), self.theta)
+        v = bias_from_table(self.table.view(H, n * n).t(), cell)  # (1 or B, H, L, L)
+        return reset_cls(v, self.theta.view(2, H))
 
 
 class T5UntieCls(Component):
@@ -855,10 +886,10 @@ class T5UntieCls(Component):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.relative_bias = T5Bias(cfg)
-        self.theta = normal(2, cfg.n_head)
+        self.theta = normal(2 * cfg.n_head)
 
     def bias(self, pos):
-        return reset_cls(self.relative_bias.bias(pos), self.theta)
+        return reset_cls(self.relative_bias.bias(pos), self.theta.view(2, -1))
 
 
 class BertAD(Component):
@@ -878,38 +909,23 @@ class BertAD(Component):
 
 
 # Every name of --pe, and the components that it sums.
+# fmt: off
 SCHEMES = {
-    "none": [NoPositions],
-    "abs": [Absolute],
-    "bert_a": [Absolute],
-    "sin": [Sinusoidal],
-    "lsin": [LearnedSinusoidal],
-    "rel": [Relative],
-    "rel_k": [RelativeKeys],
-    "rsin": [RelativeSinusoidal],
-    "rlsin": [LearnedRelativeSinusoidal],
-    "abs+rel": [Absolute, Relative],
-    "abs+rsin": [Absolute, RelativeSinusoidal],
+    "none": [NoPositions], "abs": [Absolute], "bert_a": [Absolute],
+    "sin": [Sinusoidal], "lsin": [LearnedSinusoidal], "rel": [Relative], "rel_k": [RelativeKeys],
+    "rsin": [RelativeSinusoidal], "rlsin": [LearnedRelativeSinusoidal],
+    "abs+rel": [Absolute, Relative], "abs+rsin": [Absolute, RelativeSinusoidal],
     "abs+rlsin": [Absolute, LearnedRelativeSinusoidal],
-    "lsin+rel": [LearnedSinusoidal, Relative],
-    "lsin+rsin": [LearnedSinusoidal, RelativeSinusoidal],
+    "lsin+rel": [LearnedSinusoidal, Relative], "lsin+rsin": [LearnedSinusoidal, RelativeSinusoidal],
     "lsin+rlsin": [LearnedSinusoidal, LearnedRelativeSinusoidal],
-    "t5": [T5Bias],
-    "abs+t5": [Absolute, T5Bias],
-    "bert_r": [Absolute, T5Bias],
-    "bert_ad": [BertAD],
-    "tupe_a": [Tupe],
-    "tupe_r": [TupeR],
-    "tupe_a_tie_cls": [TupeATieCls],
-    "tupe_r_tie_cls": [TupeRTieCls],
-    "t5_untie_cls": [T5UntieCls],
-    "bert_r_untie_cls": [Absolute, T5UntieCls],
-    "tupe_a_free": [TupeFree],
-    "tupe_r_factored": [TupeRFactored],
-    "deberta": [Deberta],
-    "rope": [Rotary],
-    "alibi": [Alibi],
+    "t5": [T5Bias], "abs+t5": [Absolute, T5Bias], "bert_r": [Absolute, T5Bias],
+    "bert_ad": [BertAD], "tupe_a": [Tupe], "tupe_r": [TupeR],
+    "tupe_a_tie_cls": [TupeATieCls], "tupe_r_tie_cls": [TupeRTieCls],
+    "t5_untie_cls": [T5UntieCls], "bert_r_untie_cls": [Absolute, T5UntieCls],
+    "tupe_a_free": [TupeFree], "tupe_r_factored": [TupeRFactored], "deberta": [Deberta],
+    "rope": [Rotary], "alibi": [Alibi],
 }
+# fmt: on
 PE_NAMES = list(SCHEMES)
 
 
@@ -923,7 +939,7 @@ def parse_pe(pe: str) -> list:
         if name not in SCHEMES:
             raise ValueError(
                 f"unknown --pe {name!r}; choose from {', '.join(PE_NAMES)}, or a sum such as "
-                "rope+t5"
+                "rope+t5 (a new class needs a line in SCHEMES in model.py)"
             )
         for component in SCHEMES[name]:
             if not component.combinable:
@@ -931,21 +947,6 @@ def parse_pe(pe: str) -> list:
             if component in components:
                 raise ValueError(f"--pe {pe}: {name} repeats a part of the sum")
             components.append(component)
+    if len({component.scale_terms for component in components}) > 1:
+        raise ValueError(f"--pe {pe}: its parts divide q . k by different scales")
     return components
-
-
-# --------------------------------------------------------------------------------------------------
-# Loading
-
-
-def load(path, **override) -> Encoder:
-    """A run folder or checkpoint file -> Encoder in eval mode, with `.config` and `.tokenizer`.
-    `override` replaces fields of the configuration (dropout=0.0). Raises ValueError if the weights
-    do not fit."""
-    checkpoint = read_checkpoint(path)
-    encoder = Encoder(EncoderConfig(**{**checkpoint["config"], **override}))
-    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
-    weights = checkpoint["model"].items()
-    weights = {k.removeprefix("encoder."): v for k, v in weights if k.startswith("encoder.")}
-    load_strict(encoder, weights, path)
-    return encoder.eval()

@@ -30,7 +30,8 @@ A batch is a dictionary with these keys, and each objective adds its own:
     original (B, L)    the tokens before corruption
     eligible (B, L)    bool, True except for special tokens
     pos (B, L)         the assigned positions, if an objective changes them
-    positions          pos as a Positions object; Pretraining.forward adds it
+    positions          the positions as a Positions object, and
+    states             Encoder.hidden_states; Pretraining.forward adds both
 
 Paper names and notation are as in model.py; TACO is Fu et al. (2022). n = L - 2 is the number
 of inner tokens, those between [CLS] and the last [SEP]. k = round(rate n) is the number of selected
@@ -42,22 +43,24 @@ with.
 
 import hashlib
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from data import word_starts
-from lib.config import setting, validate_config
+from lib.bpe import word_characters
 from model import (
     N_SPECIALS,
     UNKNOWN_POS,
     Encoder,
+    EncoderConfig,
     Positions,
     XavierLinear,
     compute_dtype,
     init_weights,
+    parse_pe,
 )
 
 PAIR_HIDDEN = 64  # hidden dimension of the pair head's MLP
@@ -74,13 +77,12 @@ class Objective(nn.Module):
     settings = ()  # the fields of ObjectiveConfig that it uses
     masks_positions = False  # puts UNKNOWN_POS into pos
     min_sequences = 1  # in a batch
+    rate = None  # the field of ObjectiveConfig that says which share of the tokens it selects
+    min_selected = 1  # per sequence
 
     def __init__(self, encoder: Encoder, cfg):
         super().__init__()
         self.cfg = cfg
-
-    def check(self, L):
-        """Raise ValueError if sequences of L tokens are too short."""
 
     def corrupt(self, batch, generator):
         """Change the batch. A token objective changes batch["tokens"] only, and looks at
@@ -95,10 +97,15 @@ def new_batch(tokens, vocab_size) -> dict:
     return {"tokens": tokens, "original": tokens, "eligible": tokens < vocab_size - N_SPECIALS}
 
 
-def seeded_generator(device, *key) -> torch.Generator:
-    """A generator that is a function of its key alone, such as (seed, step, micro, name)."""
+def hash_seed(*key) -> int:
+    """63 bits that are a function of the key, such as (seed, step, micro, name), in any process."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)  # 63 bits
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seeded_generator(device, *key) -> torch.Generator:
+    """A generator that is a function of its key alone."""
+    return torch.Generator(device).manual_seed(hash_seed(*key))
 
 
 def select(eligible, rate, generator, starts=None):
@@ -113,17 +120,25 @@ def select(eligible, rate, generator, starts=None):
     # Every token draws a random number, and the k largest are selected: sampling without
     # replacement, for all sequences at once. Special tokens get -1, so they come last; where they
     # are among the first k, because there are fewer than k eligible tokens, the slot is not valid.
-    score = torch.rand(B, L, generator=generator, device=eligible.device)
+    draw = torch.rand(B, L, generator=generator, device=eligible.device)
     if starts is not None:  # all tokens of word w (1, 2, ...) share the w-th random number
         word = starts.long().cumsum(1)  # (B, L)
         # The clamp only changes word L, the final [SEP], if every token begins a word.
-        score = score.gather(1, word.clamp(max=L - 1))
-    score = score.masked_fill(~eligible, -1.0)
-    score, order = score.sort(dim=1, descending=True, stable=True)
-    return order[:, :k], score[:, :k] >= 0
+        draw = draw.gather(1, word.clamp(max=L - 1))
+    draw = draw.masked_fill(~eligible, -1.0)
+    draw, order = draw.sort(dim=1, descending=True, stable=True)
+    return order[:, :k], draw[:, :k] >= 0
+
+
+def begins_word(tokens, in_word):
+    """tokens (B, L), in_word (2, V) bool: whether a token's first and last character are part of a
+    word (lib/bpe.py) -> (B, L) bool, False where a token continues the word before it."""
+    first, last = in_word
+    return ~(first[tokens] & last[tokens.roll(1, 1)])
 
 
 def weighted_mean(values, weight):
+    weight = weight.float()
     return (values * weight).sum() / weight.sum().clamp(min=1)
 
 
@@ -145,14 +160,15 @@ class TokenObjective(Objective):
     def token_logits(self, encoder, hidden):
         """(..., C) -> (..., V padded as the embedding is); padded ids get -inf."""
         x = self.norm(F.gelu(self.dense(hidden)))
-        bias = F.pad(self.bias, (0, -self.vocab_size % 64), value=-torch.inf)
+        n_padding = encoder.tok.num_embeddings - self.vocab_size
+        bias = F.pad(self.bias, (0, n_padding), value=-torch.inf)
         return F.linear(x, encoder.tok.weight, bias)
 
     def score(self, encoder, hidden, target, weight):
         """hidden (..., C), target (...), weight (...) bool -> mean cross-entropy, and accuracy in
         evaluation."""
         logits = self.token_logits(encoder, hidden).float().flatten(0, -2)  # (N, V)
-        target, weight = target.flatten(), weight.flatten().float()
+        target, weight = target.flatten(), weight.flatten()
         loss = weighted_mean(F.cross_entropy(logits, target, reduction="none"), weight)
         if self.training:
             return loss, {}
@@ -163,29 +179,22 @@ class MLM(TokenObjective):
     """Masked language modeling (BERT)."""
 
     settings = ("mask_rate", "whole_word", "mlm_on")
+    rate = "mask_rate"
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
-        starts = word_starts(encoder.tokenizer, self.vocab_size) if cfg.whole_word else None
-        self.register_buffer("starts", starts, persistent=False)
-
-    def check(self, L):
-        if round(self.cfg.mask_rate * (L - 2)) < 1:
-            raise ValueError(
-                f"--mask_rate {self.cfg.mask_rate} of {L - 2} tokens selects none: increase it or "
-                "--block_size"
-            )
+        in_word = word_characters(encoder.tokenizer, self.vocab_size) if cfg.whole_word else None
+        self.register_buffer("in_word", in_word, persistent=False)
 
     def corrupt(self, batch, generator):
         """Changes tokens; adds mlm_slots, mlm_target (B, k) int64, mlm_weight (B, k) bool and
         mlm_selected (B, L) bool."""
         original, eligible = batch["original"], batch["eligible"]
-        starts = None
-        if self.starts is not None:  # (2, V), see word_starts in data.py
-            starts = self.starts[0][original] | self.starts[1][original.roll(1, 1)]  # (B, L)
+        starts = begins_word(original, self.in_word) if self.cfg.whole_word else None  # (B, L)
         slots, valid = select(eligible, self.cfg.mask_rate, generator, starts)
         target = original.gather(1, slots)  # (B, k)
-        # 80% [MASK], 10% a random token, 10% unchanged, since fine-tuning has no [MASK].
+        # 80% [MASK], 10% a random token, 10% unchanged, since fine-tuning has no [MASK]. (Of the
+        # three lines that set `shown`, a later one wins.)
         u = torch.rand(slots.shape, generator=generator, device=slots.device)
         n_ordinary = self.vocab_size - N_SPECIALS
         random = torch.randint(n_ordinary, slots.shape, generator=generator, device=slots.device)
@@ -198,7 +207,7 @@ class MLM(TokenObjective):
 
     def loss(self, encoder, hidden, batch):
         # The head runs at the k slots only, by default 15% of the tokens.
-        slots = batch["mlm_slots"][..., None].expand(-1, -1, hidden.size(-1))
+        slots = batch["mlm_slots"][..., None].expand(-1, -1, hidden.size(-1))  # (B, k, C)
         at_slots = hidden.gather(1, slots)  # (B, k, C)
         loss, scalars = self.score(encoder, at_slots, batch["mlm_target"], batch["mlm_weight"])
         if self.cfg.mlm_on == "all":  # plus the mean over the other tokens (TACO sec 5.2, MLM+TP)
@@ -220,47 +229,68 @@ class CLM(TokenObjective):
 
 
 class PairHead(nn.Module):
-    """RPP sec 3: psi(s_ij) classifies each pair of tokens from its H attention logits s_ij.
+    """RPP sec 3: psi(s_ij) classifies each pair of tokens from s_ij, its H attention logits.
 
-    s_ij are the logits of one additional attention layer on the final hidden states, with its own
-    W_q and W_k. With pair_scores `total` they include the scheme's positional terms and scale, as
-    in every layer of the model; with `content` they are q_i . k_j / sqrt(D) alone (RPP's formula
-    has no scale: deviation). RPP takes the logits of the last block instead (deviation), but then
-    the value, output and FFN weights of that block would never be trained. psi is
-    H -> 64, GELU, -> n_classes (`mlp`), or H -> n_classes (`linear`).
+    RPP takes the logits of the last block (pair_layer `last`). The values, output and FFN of that
+    block then get no gradient from position prediction. By default (`extra`, deviation), s_ij are
+    the logits of one more attention layer on the final hidden states, with its own W_q and W_k. For
+    pplm alone the two differ only in name and initialization: RPP's last block, of which only the
+    logits are used, is our extra layer, so RPP's N layers are our N - 1.
+
+    With pair_scores `total` the logits include the scheme's positional terms and scale, as in every
+    layer of the model; with `content` they are q_i . k_j / sqrt(D) alone (RPP's formula has no
+    scale: deviation). psi is H -> 64, GELU, -> n_classes (`mlp`), or H -> n_classes (`linear`).
     """
 
     def __init__(self, encoder, cfg, n_classes):
         super().__init__()
         C, self.n_head = encoder.config.d_model, encoder.config.n_head
-        self.layer, self.total = encoder.config.n_layer, cfg.pair_scores == "total"
-        self.query, self.key = XavierLinear(C, C), XavierLinear(C, C)
-        self.psi = nn.Sequential(
-            XavierLinear(self.n_head, PAIR_HIDDEN), nn.GELU(), XavierLinear(PAIR_HIDDEN, n_classes)
-        )
+        self.extra, self.total = cfg.pair_layer == "extra", cfg.pair_scores == "total"
+        if self.extra:
+            self.query, self.key = XavierLinear(C, C), XavierLinear(C, C)
+            if self.total:
+                encoder.scheme.add_layer(encoder.config)
         if cfg.pair_head == "linear":
             self.psi = XavierLinear(self.n_head, n_classes)
+        else:
+            first, second = (
+                XavierLinear(self.n_head, PAIR_HIDDEN),
+                XavierLinear(PAIR_HIDDEN, n_classes),
+            )
+            self.psi = nn.Sequential(first, nn.GELU(), second)
 
-    def scores(self, encoder, hidden, pos):
-        """hidden (B, L, C), pos (B, L) or a Positions -> s (B, n, n, H), for the inner tokens."""
-        q = self.query(hidden).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, L, D)
-        k = self.key(hidden).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+    def scores(self, encoder, states, pos):
+        """states: what Encoder.hidden_states returned; pos (B, L) or a Positions
+        -> s (B, n, n, H), for the inner tokens."""
+        if self.extra:
+            hidden, layer = encoder.final_norm(states[-1]), encoder.config.n_layer
+            q = self.query(hidden).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, L, D)
+            k = self.key(hidden).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, L, D)
+        else:
+            layer = encoder.config.n_layer - 1
+            q, k, _ = encoder.blocks[layer].heads(states[layer])  # (B, H, L, D)
         if self.total:
-            s = encoder.logits(q, k, pos, self.layer)  # (B, H, L, L)
+            s = encoder.logits(q, k, pos, layer)  # (B, H, L, L)
         else:
             s = q @ k.transpose(-1, -2) / q.size(-1) ** 0.5  # (B, H, L, L)
         return s[:, :, 1:-1, 1:-1].permute(0, 2, 3, 1)  # (B, n, n, H)
 
 
-class PositionObjective(Objective):
-    """Relative position prediction (RPP sec 3.1). Some tokens are assigned other positions; the
-    tensor of tokens does not change. The head then predicts the true offset j - i of each pair of
-    tokens, as class j - i + L - 1. Subclasses override which positions are assigned (`assign`),
-    which pairs are scored (`scored`), and what their class is (`label`).
+class PPLM(Objective):
+    """Position permutation (RPP sec 3.1). Some tokens are assigned each other's positions; the
+    tensor of tokens does not change. The head then predicts the true offset j - i of each ordered
+    pair of tokens, as class j - i + L - 1.
+
+    For example, the slots [5, 2, 7] are assigned [7, 5, 2]: token 5 gets position 7, and so on. The
+    pair of tokens 5 and 2 then has the assigned offset 5 - 7 = -2, and its true offset is -3.
+
+    Variants override which positions are assigned (`assign`), which pairs are scored (`scored`), or
+    what their class is (`label`).
     """
 
     kind, n_classes = "position", None
-    settings = ("pos_rate", "pair_scores", "pair_head")
+    rate, min_selected = "pos_rate", 2
+    settings = ("pos_rate", "pair_scores", "pair_head", "pair_layer")
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
@@ -269,51 +299,34 @@ class PositionObjective(Objective):
         self.head = PairHead(encoder, cfg, n_classes)
         self.chunk_size = max(1, CHUNK_BYTES // (4 * max(n_classes, PAIR_HIDDEN)))
 
-    def check(self, L):
-        if round(self.cfg.pos_rate * (L - 2)) < 2:
-            raise ValueError(
-                f"--pos_rate {self.cfg.pos_rate} of {L - 2} tokens selects fewer than 2: increase "
-                "it or --block_size"
-            )
-
-    def assign(self, slots, valid, generator):
-        """Slots (B, k), the indices of the selected tokens -> the positions assigned to them. By
-        default, they are permuted among themselves."""
-        # Sorting random numbers gives a permutation. Slots that are not valid draw 2, 3, ..., so
-        # they are sorted last and in order, and keep their positions.
-        order = torch.rand(slots.shape, generator=generator, device=slots.device)
-        last = 2.0 + torch.arange(slots.size(1), device=slots.device)
-        return slots.gather(1, torch.where(valid, order, last).argsort(1))
-
-    def scored(self, pairs, i_moved, j_moved):
-        """Which of the pairs (B, n, n) bool are scored; by default, all. i_moved, j_moved: whether
-        the assigned position of token i or j differs from the true one."""
-        return pairs
-
-    def label(self, true, assigned):
-        """True and assigned offsets of pairs -> their classes."""
-        return true + self.L - 1
-
     def corrupt(self, batch, generator):
         """Adds pos (B, L)."""
         B, L = batch["tokens"].shape
-        slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)
+        slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)  # (B, k)
         true = torch.arange(L, device=slots.device).expand(B, L)
         batch["pos"] = true.scatter(1, slots, self.assign(slots, valid, generator))
+
+    def assign(self, slots, valid, generator):
+        """Slots (B, k), the indices of the selected tokens -> the positions assigned to them: those
+        of the valid slots in random order."""
+        # Sorting random numbers gives a permutation. Slots that are not valid (they come last) draw
+        # 2, 3, ..., so they are sorted last and in order, and keep their positions.
+        order = torch.rand(slots.shape, generator=generator, device=slots.device)
+        last = 2.0 + torch.arange(slots.size(1), device=slots.device)
+        return slots.gather(1, torch.where(valid, order, last).argsort(1))
 
     def loss(self, encoder, hidden, batch):
         pos = batch["pos"][:, 1:-1]  # (B, n): of the inner tokens
         eligible = batch["eligible"][:, 1:-1]  # (B, n)
         index = torch.arange(1, pos.size(1) + 1, device=pos.device)  # (n,): the true positions
-        true = index - index[:, None]  # (n, n): j - i
-        # (B, n, n); meaningless where a position is masked, and only PPLMBinary uses it.
-        assigned = batch["positions"].offsets[:, 1:-1, 1:-1]
+        true_offset = index - index[:, None]  # (n, n): j - i
+        assigned_offset = pos[:, None, :] - pos[:, :, None]  # (B, n, n); only PPLMBinary uses it
         moved = pos != index  # (B, n): permuted or masked
-        pairs = eligible[:, :, None] & eligible[:, None] & (true != 0)  # (B, n, n)
+        pairs = eligible[:, :, None] & eligible[:, None] & (true_offset != 0)  # (B, n, n)
         pairs = self.scored(pairs, moved[:, :, None], moved[:, None])
-        label = self.label(true, assigned).expand_as(pairs)
+        label = self.label(true_offset, assigned_offset).expand_as(pairs)  # (B, n, n)
         # psi gets only the H attention logits of a pair, not the hidden states.
-        s = self.head.scores(encoder, hidden, batch["positions"])  # (B, n, n, H)
+        s = self.head.scores(encoder, batch["states"], batch["positions"])  # (B, n, n, H)
         s, label, weight = s.flatten(0, 2), label.flatten(), pairs.flatten().float()  # N = B n n
         # A sequence has n^2 pairs, each with a softmax over 2L - 1 classes. Large batches are split
         # into chunks, whose logits are recomputed in the backward pass, so that only one chunk's
@@ -328,6 +341,15 @@ class PositionObjective(Objective):
         loss, accuracy = total / weight.sum().clamp(min=1)
         return loss, {} if self.training else {"accuracy": accuracy}
 
+    def scored(self, pairs, i_moved, j_moved):
+        """Which of the pairs (B, n, n) bool are scored: here, all. i_moved, j_moved: whether the
+        assigned position of token i or j differs from the true one."""
+        return pairs
+
+    def label(self, true_offset, assigned_offset):
+        """The offsets of pairs, (n, n) and (B, n, n) -> their classes, with either shape."""
+        return true_offset + self.L - 1
+
     def sums(self, s, label, weight):
         """s (N, H), label (N,), weight (N,) -> (2,): the weighted sums of loss and correct
         predictions (0 in training)."""
@@ -337,7 +359,7 @@ class PositionObjective(Objective):
         return torch.stack((loss.sum(), correct.sum()))
 
 
-class PMLM(PositionObjective):
+class PMLM(PPLM):
     """Position masking: predict the offset of pairs with at least one masked position."""
 
     masks_positions = True
@@ -349,25 +371,21 @@ class PMLM(PositionObjective):
         return pairs & (i_moved | j_moved)
 
 
-class PPLM(PositionObjective):
-    """Position permutation: predict the offset of all pairs."""
-
-
-class PPLMSome(PositionObjective):
+class PPLMSome(PPLM):
     """PPLM, scored on pairs whose tokens both moved (RPP: "just the permuted positions")."""
 
     def scored(self, pairs, i_moved, j_moved):
         return pairs & i_moved & j_moved
 
 
-class PPLMBinary(PositionObjective):
+class PPLMBinary(PPLM):
     """Predict whether the assigned offset of a pair is its true one. (Deviation: RPP says "for each
     position", not pair.)"""
 
     n_classes = 2
 
-    def label(self, true, assigned):
-        return (true == assigned).long()
+    def label(self, true_offset, assigned_offset):
+        return (true_offset == assigned_offset).long()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,6 +399,15 @@ class TC(Objective):
     g = h - e, the last hidden state minus the token embedding, is what the context contributed. The
     loss of a token, the anchor, is InfoNCE: the cross-entropy of picking one positive (a nearby
     token of its sequence) over K negatives (tokens of other ones). Logits are cosine / temperature.
+
+    An example with K = 2 and a window of 5, so that positives are at most 2 tokens away:
+
+        sequence 0   [CLS] the  keys of   a  dict [SEP]      the anchor is `of`
+        sequence 1   [CLS] open the file and read [SEP]
+
+    The positive is `the`, `keys`, `a` or `dict`, say `keys`; the negatives are 2 tokens of sequence
+    1, say `file` and `read`. In the flattened batch, in which sequence 1 begins at 7, their indices
+    are tc_candidates[0, 3] = [2, 10, 12], and the loss of `of` is the cross-entropy of class 0.
 
     Deviations: candidates are detached (as in TACO's code; the paper does not mention it), e is the
     token embedding alone (TACO's code: token and position embedding), and special tokens are
@@ -437,8 +464,7 @@ class TC(Objective):
     def embedding(self, encoder, batch):
         """e (B, L, C): what is subtracted from the hidden state."""
         if self.cfg.tc_embedding == "input_layer":  # as in TACO's code
-            index = torch.arange(batch["tokens"].size(1), device=batch["tokens"].device)
-            return encoder.embed(batch["tokens"], Positions(batch.get("pos", index)))
+            return encoder.embed(batch["tokens"], batch["positions"])
         return encoder.tok(batch["tokens"]) * encoder.scheme.token_scale
 
     def loss(self, encoder, hidden, batch):
@@ -454,7 +480,7 @@ class TC(Objective):
         with torch.autocast(hidden.device.type, enabled=False):
             cosines = torch.einsum("blc,blkc->blk", g.to(dtype), candidates)
         logits = cosines.float() / self.cfg.tc_temperature
-        weight = batch["tc_weight"].float()
+        weight = batch["tc_weight"]
         loss = weighted_mean(logits.logsumexp(-1) - logits[..., 0], weight)
         if self.training:
             return loss, {}
@@ -501,11 +527,12 @@ class NSP(Objective):
         donor = own.scatter(0, chosen, chosen.roll(1))
         after = torch.arange(L, device=device) > middle  # (B, L)
         mixed = torch.where(after, tokens[donor], tokens)
+        # (A tiny text may be in the batch twice, so that a donor has the same second half.)
+        batch["nsp_label"] = (mixed != tokens).any(1).long()
         mixed = mixed.scatter(1, middle, self.sep_id)
         tokens = torch.where(m > 2, mixed, tokens)  # 2 tokens or fewer are not split
         batch.update(new_batch(tokens, self.vocab_size))
-        batch["nsp_label"] = (donor != own).long()
-        batch["nsp_weight"] = (m > 2)[:, 0].float()
+        batch["nsp_weight"] = (m > 2)[:, 0]
 
     def classify(self, hidden):
         """(B, L, C) -> logits (B, 2)."""
@@ -541,40 +568,29 @@ class Pretraining(nn.Module):
 
     def __init__(self, encoder: Encoder, cfg):
         super().__init__()
-        self.encoder = encoder
+        check_fit(cfg, encoder.config)
+        self.encoder, self.cfg = encoder, cfg
         self.names = cfg.objective.split("+")
+        self.min_sequences = max(OBJECTIVES[name].min_sequences for name in self.names)
         self.weights = dict(zip(self.names, cfg.loss_weights or [1.0] * len(self.names)))
         self.causal = "clm" in self.names
         parts = {name: OBJECTIVES[name](encoder, cfg) for name in self.names}
         self.objectives = nn.ModuleDict(parts)
         self.objectives.apply(init_weights)
-        self.min_sequences = max(part.min_sequences for part in parts.values())
-        for part in parts.values():
-            part.check(encoder.config.max_len)
-            if part.masks_positions and not encoder.scheme.masked_ok:
-                raise ValueError(
-                    f"--objective {cfg.objective} masks positions, which --pe {encoder.config.pe} "
-                    "cannot represent: use another scheme, or pplm"
-                )
-        # Some schemes have weights per layer; those of layer n_layer are for the pair head. Freeze
-        # them if it does not use them: DDP expects a gradient for every weight that requires one.
-        has_pair_head = any(part.kind == "position" for part in parts.values())
-        for part in encoder.scheme.parts.values():
-            if hasattr(part, "layers") and not (has_pair_head and cfg.pair_scores == "total"):
-                part.layers[encoder.config.n_layer :].requires_grad_(False)
-
-    def check_batch(self, size):
-        """Raise ValueError if a batch of this size is too small."""
-        if size < self.min_sequences:
-            raise ValueError(
-                f"--objective {'+'.join(self.names)} draws from other sequences of the batch: it "
-                f"needs --batch_size {self.min_sequences} or more, and as many for validation"
-            )
+        if cfg.pair_layer == "last" and all(part.kind == "position" for part in parts.values()):
+            # Nothing trains what follows the last block's logits. (The W_v in its qkv gets a
+            # gradient of 0.) Freeze it: DDP expects a gradient for every weight that requires one.
+            block = encoder.blocks[-1]
+            after = [block.out, block.fc1, block.fc2, block.norm2]
+            after.append(encoder.final_norm if block.pre else block.norm1)
+            for module in after:
+                module.requires_grad_(False)
 
     def corrupt(self, tokens, *key) -> dict:
         """Clean sequences (B, L) -> a corrupted batch, a function of (tokens, key) alone. Raises
         ValueError if there are too few sequences."""
-        self.check_batch(len(tokens))
+        if len(tokens) < self.min_sequences:
+            raise ValueError(f"{self.cfg.objective} needs {self.min_sequences} sequences or more")
         batch = new_batch(tokens, self.encoder.config.vocab_size)
         for name, objective in self.objectives.items():
             objective.corrupt(batch, seeded_generator(tokens.device, *key, name))
@@ -583,9 +599,10 @@ class Pretraining(nn.Module):
     def forward(self, batch):
         """-> loss (), the weighted sum; dictionary of scalars: the unweighted loss of each
         objective and, in evaluation, its accuracy."""
-        if "pos" in batch:  # one object, so the pair head reuses the bias of the encoder
-            batch = {**batch, "positions": Positions(batch["pos"])}
-        hidden = self.encoder(batch["tokens"], batch.get("positions"), causal=self.causal)
+        positions = Positions.of(batch["tokens"], batch.get("pos"))
+        states = self.encoder.hidden_states(batch["tokens"], positions, causal=self.causal)
+        hidden = self.encoder.final_norm(states[-1])
+        batch = {**batch, "positions": positions, "states": states}
         total, scalars = 0, {}
         for name, objective in self.objectives.items():
             loss, extra = objective.loss(self.encoder, hidden, batch)
@@ -597,42 +614,31 @@ class Pretraining(nn.Module):
 
 @dataclass
 class ObjectiveConfig:
-    """The defaults of the objectives; all fields are flags. Raises ValueError on a value that is
-    impossible or would have no effect (except for mask_rate, which presets set)."""
+    """The settings of the objectives. Raises ValueError on a value that is impossible or would have
+    no effect (except for mask_rate, which presets set)."""
 
-    objective: str = setting("mlm", "pre-training objective, or a sum such as mlm+pplm")
-    loss_weights: tuple | None = setting(None, "one weight per objective of the sum", "(0, 1e9)")
-    mask_rate: float = setting(0.15, "fraction of tokens that mlm selects", "(0, 1)")
-    whole_word: bool = setting(False, "mlm: whole-word masking")
-    mlm_on: str = setting(
-        "masked", "loss on the masked tokens, or on all (TACO's MLM+TP)", ("masked", "all")
-    )
-    pos_rate: float = setting(0.60, "fraction of positions masked or permuted", "(0, 1)")
-    pair_scores: str = setting(
-        "total",
-        "the pair head with the scheme's positional terms, or without (RPP's formula)",
-        ("total", "content"),
-    )
-    pair_head: str = setting(
-        "mlp", "how a pair's attention logits become class logits", ("mlp", "linear")
-    )
-    tc_on: str = setting(
-        "all", "tc's anchors: all tokens, or masked ones (TACO's concentrated)", ("all", "masked")
-    )
-    tc_embedding: str = setting(
-        "input",
-        "what tc subtracts from the hidden state: the token embedding, or the encoder's whole "
-        "input layer, with positions and LayerNorm, as in TACO's code",
-        ("input", "input_layer"),
-    )
-    tc_window: int = setting(5, "W, odd: positives are at most (W-1)/2 tokens away", "[3, 1e5]")
-    tc_negatives: int = setting(50, "K, number of negatives", "[1, 1e5]")
-    tc_temperature: float = setting(0.07, "temperature of the softmax over cosines", "(0, 1e9)")
+    objective: str = "mlm"  # a name in OBJECTIVES, or a sum such as mlm+pplm
+    loss_weights: tuple | None = None  # one weight per objective of the sum
+    mask_rate: float = 0.15  # fraction of tokens that mlm selects
+    whole_word: bool = False  # mlm: whole-word masking
+    mlm_on: Literal["masked", "all"] = "masked"  # loss on the masked tokens, or on all (MLM+TP)
+    pos_rate: float = 0.60  # fraction of positions masked or permuted
+    pair_scores: Literal["total", "content"] = "total"  # with the scheme's terms, or without
+    pair_head: Literal["mlp", "linear"] = "mlp"  # how a pair's logits become class logits
+    pair_layer: Literal["extra", "last"] = "extra"  # of one more layer, or of the last block (RPP)
+    tc_on: Literal["all", "masked"] = "all"  # tc's anchors (masked: TACO's concentrated)
+    tc_embedding: Literal["input", "input_layer"] = "input"  # what tc subtracts from h
+    tc_window: int = 5  # W, odd: positives are at most (W-1)/2 tokens away
+    tc_negatives: int = 50  # K
+    tc_temperature: float = 0.07
 
     def __post_init__(self):
-        validate_config(self)
-        if self.tc_window % 2 == 0:
-            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd")
+        for field in fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if isinstance(value, str) and choices and value not in choices:
+                raise ValueError(f"--{field.name} is {value!r}; choose from {', '.join(choices)}")
+        if self.tc_window < 3 or self.tc_window % 2 == 0:
+            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd and at least 3")
         # Sort the objectives, and their weights with them, into the order of corruption.
         given = expand_aliases(self.objective)
         names = parse_objective(self.objective)
@@ -651,6 +657,29 @@ class ObjectiveConfig:
                 raise ValueError(f"--{field.name} has no effect on --objective {self.objective}")
         if self.tc_on == "masked" and "mlm" not in names:
             raise ValueError(f"--tc_on masked needs mlm; the objective is {self.objective}")
+
+
+def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):
+    """Raise ValueError if the objectives do not fit the encoder, or a batch is too small."""
+    for name in cfg.objective.split("+"):
+        objective, n = OBJECTIVES[name], encoder_cfg.max_len - 2
+        rate = getattr(cfg, objective.rate) if objective.rate else 1
+        if round(rate * n) < objective.min_selected:
+            raise ValueError(
+                f"--{objective.rate} {rate} of {n} tokens selects fewer than "
+                f"{objective.min_selected}: increase it or --block_size"
+            )
+        masked_ok = all(component.masked_ok for component in parse_pe(encoder_cfg.pe))
+        if objective.masks_positions and not masked_ok:
+            raise ValueError(
+                f"--objective {name} masks positions, which --pe {encoder_cfg.pe} cannot "
+                "represent: use another scheme, or pplm"
+            )
+        if batch_size is not None and batch_size < objective.min_sequences:
+            raise ValueError(
+                f"--objective {name} draws from other sequences of the batch: it needs "
+                f"--batch_size {objective.min_sequences} or more, and as many for validation"
+            )
 
 
 def expand_aliases(objective: str) -> list[str]:

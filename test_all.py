@@ -1,6 +1,6 @@
 """The specification of model.py, objectives.py, data.py, train.py and finetune.py, as tests.
 
-    python -m pytest test_all.py          # the quick tests: half a minute
+    python -m pytest test_all.py          # the quick tests: a minute
     python -m pytest test_all.py -m ""    # also the slow tests
 
 Read it from top to bottom; teach/naive.py has the equations of all positional schemes. The first
@@ -20,6 +20,7 @@ import math
 import os
 import random
 import re
+import statistics
 from collections import Counter, defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -35,13 +36,26 @@ import finetune
 import model as model_module
 import objectives
 import train
-from lib import baselines
+from lib import baselines, bpe
 from lib.device import autocast
+from lib.files import read_jsonl
 from lib.weights import warm_start
-from model import PE_NAMES, SCHEMES, UNKNOWN_POS, Encoder, EncoderConfig, Positions, parse_pe
+from model import (
+    PE_NAMES,
+    SCHEMES,
+    UNKNOWN_POS,
+    Component,
+    Encoder,
+    EncoderConfig,
+    Positions,
+    T5Bias,
+    load,
+    parse_pe,
+)
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, new_batch, seeded_generator
 from teach import naive
 from tests.conftest import (  # fixtures, too
+    WORDS,
     cache,  # noqa: F401
     corpus,  # noqa: F401
     corpus_file,  # noqa: F401
@@ -50,7 +64,6 @@ from tests.conftest import (  # fixtures, too
     refuses,
     run,  # noqa: F401
     weights,
-    write_corpus,
 )
 
 VOCAB, CLS, SEP, MASK = 72, 64, 66, 67  # 64 ordinary ids, [CLS] [PAD] [SEP] [MASK], 4 spare
@@ -126,11 +139,11 @@ def test_tupe_is_two_correlations(pe):
         tokens_ij = q[..., dims] @ k[..., dims].mT / math.sqrt(2 * D)
         v_ij = p_Q[:, dims] @ p_K[:, dims].T / math.sqrt(2 * D)
         if pe == "tupe_r":
-            offsets = torch.arange(L) - torch.arange(L)[:, None]
-            v_ij = v_ij + part.relative_bias.table.weight[model_module.t5_bucket(offsets), h]
+            buckets = [[naive.bucket(j - i) for j in range(L)] for i in range(L)]
+            v_ij = v_ij + part.relative_bias.table.weight[buckets, h]
         theta_1, theta_2 = (t_Q[:, dims] * t_K[:, dims]).sum(1) / math.sqrt(2 * D)
         v_ij[:, 0], v_ij[0] = theta_2, theta_1
-        close(encoder.attention_logits(tokens)[:, h], tokens_ij + v_ij)
+        close(encoder.attention(tokens)[:, h], (tokens_ij + v_ij).softmax(-1))
 
 
 # Next, the same for all schemes (equations: teach/naive.py). Wang 2021 compares 13: none; a vector
@@ -155,23 +168,23 @@ def head_weights(encoder, layer, h):
             w.p = w.a = part.table.weight
         elif name in ("sin", "lsin"):
             w.p = part.masked[None]
-            w.w = part.w.value if name == "lsin" else naive.frequencies(cfg.d_model)
+            w.w = part.w if name == "lsin" else naive.frequencies(cfg.d_model)
         elif name == "rel_k":
             w.a = part.layers[layer].weight
         elif name in ("rsin", "rlsin"):
-            w_k = part.w.value if name == "rlsin" else naive.frequencies(D)
-            w.a = torch.stack([*(naive.sinusoid(r, w_k) for r in range(-64, 65)), part.masked[0]])
+            w_k = part.w if name == "rlsin" else naive.frequencies(D)
+            w.a = torch.stack([*(naive.sinusoid(r, w_k) for r in range(-64, 65)), part.masked])
         elif name == "deberta":
             w.a, both = part.table.weight, part.layers[layer].weight.chunk(2)
             w.U_K, w.U_Q = both[0][rows].T, both[1][rows].T
         elif name == "alibi":
-            w.slope, w.masked = 2 ** (-8 * (h + 1) / cfg.n_head), part.masked[h, 0, 0]
+            w.slope, w.masked = 2 ** (-8 * (h + 1) / cfg.n_head), part.masked[h]
         elif name == "tupe_a_free":
-            w.M, w.theta = part.table[h], part.theta[:, h]
+            w.M, w.theta = part.table[h], part.theta.view(2, -1)[:, h]
         elif name == "t5":
             w.b = part.table.weight[:, h]
         elif name == "t5_untie_cls":
-            w.b, w.theta = part.relative_bias.table.weight[:, h], part.theta[:, h]
+            w.b, w.theta = part.relative_bias.table.weight[:, h], part.theta.view(2, -1)[:, h]
         elif name == "bert_ad" or name.startswith("tupe"):
             u = part.positions
             w.p, w.U_Q, w.U_K = u.norm(u.table.weight), u.u_q.weight[rows].T, u.u_k.weight[rows].T
@@ -190,28 +203,31 @@ def head_weights(encoder, layer, h):
     return weights
 
 
-def naive_encoder(encoder, tokens, pos, pad):
-    """Encoder.forward, one sequence, head and pair of tokens at a time. pos (B, L), pad (B, L)."""
+def naive_encoder(encoder, tokens, pos, pad, kept=None):
+    """Encoder.forward, one sequence, head and pair of tokens at a time. pos (B, L), pad (B, L).
+    kept: what each dropout multiplies by, in the order of the calls, the sequence first."""
     cfg, outputs = encoder.config, []
     pre, H, layers = cfg.norm == "pre", cfg.n_head, range(cfg.n_layer)
     weights = [[head_weights(encoder, layer, h) for h in range(H)] for layer in layers]
-    for ids, at, padding in zip(tokens.tolist(), pos.tolist(), pad.tolist()):
+    for b, (ids, at, padding) in enumerate(zip(tokens.tolist(), pos.tolist(), pad.tolist())):
+        drop = iter([x[b] for x in kept] if kept else [1] * 99)
         x = []
         for token, position in zip(ids, at):
             x.append(encoder.tok.weight[token])
             # sin also scales the token embedding, so it comes before abs
             for name, w in sorted(weights[0][0].items(), key=lambda item: "sin" not in item[0]):
                 x[-1] = naive.at_input(name, x[-1], position, w)
-        x = encoder.norm(torch.stack(x))  # (L, C)
+        x = encoder.norm(torch.stack(x)) * next(drop)  # (L, C)
         for layer, block in enumerate(encoder.blocks):
             qkv = block.qkv(block.norm1(x) if pre else x).view(len(x), 3, H, cfg.d_head)
-            heads = []
+            heads, dropped = [], next(drop) if kept else [None] * H
             for h, w in enumerate(weights[layer]):
                 q, k, v = qkv[:, :, h].unbind(1)  # (L, D) each
-                heads.append(naive.attend(scheme_of(encoder), q, k, v, at, w, padding))
-            x = x + block.out(torch.cat(heads, -1))
+                args = scheme_of(encoder), q, k, v, at, w, padding, dropped[h]
+                heads.append(naive.attend(*args))
+            x = x + block.out(torch.cat(heads, -1)) * next(drop)
             x = x if pre else block.norm1(x)
-            x = x + block.fc2(F.gelu(block.fc1(block.norm2(x) if pre else x)))
+            x = x + block.fc2(F.gelu(block.fc1(block.norm2(x) if pre else x))) * next(drop)
             x = x if pre else block.norm2(x)
         outputs.append(encoder.final_norm(x) if pre else x)
     return torch.stack(outputs)
@@ -236,9 +252,12 @@ def test_attention_equals_triple_loop(pe, norm):
 
 def test_t5_buckets():
     """Buckets are exact up to 7, then logarithmic up to 128, separately for each sign (T5)."""
-    r, some = torch.arange(-1000, 1001), torch.tensor([0, -1, 1, -7, -8, -16, -32, -64, -128, 128])
-    assert model_module.t5_bucket(r).tolist() == [naive.bucket(x) for x in r.tolist()]
-    assert model_module.t5_bucket(some).tolist() == [0, 1, 17, 7, 8, 10, 12, 14, 15, 31]
+    bias = T5Bias(EncoderConfig())
+    bias.table.weight.data[:] = torch.arange(33.0)[:, None]  # so that the bias is the bucket
+    buckets = bias.bias(Positions(torch.arange(2001)))[0, 0, 1000].tolist()  # r = -1000 to 1000
+    assert buckets == [naive.bucket(r) for r in range(-1000, 1001)]
+    some = [0, -1, 1, -7, -8, -16, -32, -64, -128, 128]
+    assert [buckets[1000 + r] for r in some] == [0, 1, 17, 7, 8, 10, 12, 14, 15, 31]
 
 
 # ----- invariants
@@ -312,7 +331,7 @@ def test_initial_weights():
         model = Pretraining(encoder, ObjectiveConfig("mlm+pplm"))
         for name, module in model.named_modules():
             for key, p in module.named_parameters(recurse=False):
-                if isinstance(module, model_module.Constant):
+                if key == "w":  # frequencies
                     close(p, 10000 ** (-torch.arange(len(p)) / len(p)), 1e-6)
                 elif key == "bias" or isinstance(module, torch.nn.LayerNorm):
                     assert (p == (1.0 if key == "weight" else 0.0)).all(), name
@@ -325,38 +344,219 @@ def test_initial_weights():
     assert xavier == {"u_q", "u_k", "f_q", "f_k", "query", "key", "0", "2"}
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_attention_and_dropout(norm, monkeypatch):
-    """In training, dropout is applied to the embeddings, the attention probabilities and the output
-    of each sublayer (BERT); in evaluation, nowhere. Encoder.attention returns the probabilities
-    before dropout."""
-    encoder, tokens, calls = tiny("rel", norm=norm, dropout=0.2, attn_dropout=0.3), sequences(), []
-    pos, pad = torch.arange(12).flip(0), torch.arange(12).expand(6, 12) == 5
-    assert (encoder(tokens) - encoder(tokens)).abs().max() > 0.1
-    A = [encoder.attention(tokens, layer, pos, pad) for layer in (0, 1)]
+@pytest.mark.parametrize("pe, norm", [("abs+rel", "post"), ("tupe_r", "pre"), ("rope", "post")])
+def test_dropout_in_training(pe, norm, monkeypatch):
+    """In training, dropout is applied to the embeddings, the attention probabilities, with which
+    values and rel's value term are weighted, and the output of each sublayer (BERT), each at its
+    rate; in evaluation, nowhere. Encoder.attention returns the probabilities before dropout."""
+    encoder = tiny(pe, norm=norm, dropout=0.2, attn_dropout=0.3)
+    tokens, pos, no_pad = (
+        sequences(2, 5),
+        torch.tensor([[0, 4, 2, 1, 3]] * 2),
+        torch.zeros(2, 5) > 0,
+    )
+    pad = torch.tensor([[False] * 5, [False, False, True, False, False]])
+    attention = [encoder.attention(tokens, layer, pos) for layer in (0, 1)]
+    assert encoder.training
+    rates, kept, probabilities = [], [], []
 
-    def watch(x, p, training):
-        calls.append((x, p * training))
-        return x
+    def dropout(x, p=0.5, training=True):
+        if not training or p == 0:
+            probabilities.extend([x] if x.dim() == 4 else [])
+            return x
+        rates.append(p)
+        kept.append((torch.rand(x.shape) > p).double() / (1 - p))
+        return x * kept[-1]
 
-    monkeypatch.setattr(model_module, "dropout", watch)
+    monkeypatch.setattr(F, "dropout", dropout)
+    hidden = encoder(tokens, pos)
+    assert rates == [0.2, 0.3, 0.2, 0.2, 0.3, 0.2, 0.2]
+    close(hidden, naive_encoder(encoder, tokens, pos, no_pad, kept))
+    hidden = encoder.eval()(tokens, pos)
+    assert len(rates) == 7
+    close(attention, probabilities)
+    close(hidden, naive_encoder(encoder, tokens, pos, no_pad))
+    probabilities.clear()
     encoder(tokens, pos, pad)
-    assert [(x.dim(), p) for x, p in calls] == [(3, 0.2)] + 2 * [(4, 0.3), (3, 0.2), (3, 0.2)]
-    close(A, [x for x, _ in calls if x.dim() == 4])
-    encoder.eval()(tokens)
-    assert len(calls) == 14 and not any(p for _, p in calls[7:])
-    monkeypatch.undo()
-    x = model_module.dropout(torch.ones(10**5), 0.2, True)
-    assert abs(x.mean() - 1) < 0.01 and x.unique().tolist() == [0, pytest.approx(1.25, abs=1e-4)]
+    expected = probabilities[:2]
+    close([encoder.attention(tokens, layer, pos, pad) for layer in (0, 1)], expected)
+    assert not encoder.training
+
+
+@pytest.mark.parametrize("pe", ALL_PE)
+def test_both_attention_paths(pe, monkeypatch):
+    """On a GPU, attention runs through F.scaled_dot_product_attention, except where the scheme
+    needs the probabilities; it computes the same."""
+    encoder, tokens, results, calls = tiny(pe).eval(), sequences(), [], []
+    pad, fused = torch.arange(12).expand(6, 12) > 8, F.scaled_dot_product_attention
+    watched = lambda *args, **settings: calls.append(settings) or fused(*args, **settings)  # noqa: E731
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(model_module, "SDPA_DEVICES", devices)
+        hidden = encoder(tokens, pad=pad)
+        gradients = torch.autograd.grad(hidden.square().sum(), encoder.blocks.parameters())
+        results.append([hidden, *gradients])
+    close(*results)
+    assert len(calls) == (0 if encoder.scheme.has_values else 2)
+    with torch.autocast("cpu", torch.bfloat16):  # changes hidden states by rounding only
+        rounded = copy.deepcopy(encoder).float()(tokens, pad=pad)
+    assert (rounded - results[0][0]).norm() < 0.1 * results[0][0].norm()
+    calls.clear()
+    encoder.train().blocks[0].attn_dropout = 0.3
+    encoder(tokens)
+    assert encoder.scheme.has_values or [x["dropout_p"] for x in calls] == [0.3, 0.0]
+
+
+@pytest.mark.parametrize("pe", "sin rsin rope alibi t5".split())
+def test_positions_are_exact_in_16_bits(pe):
+    """A model cast to 16 bits, or made while they are the default, keeps its frequencies, slopes
+    and buckets: up to position 512 every positional term is right to 16 bits."""
+    shape, pos, results = dict(n_layer=1, d_model=96, n_head=6, max_len=512), torch.arange(512), []
+    exact, rounded = tiny(pe, **shape).float(), tiny(pe, **shape).float().bfloat16()
+    q, k = torch.randn(2, 1, 6, 512, 16, dtype=torch.bfloat16)
+    for encoder, x in ((exact, (q.float(), k.float())), (rounded, (q, k))):
+        scheme, at = encoder.scheme, Positions(pos)
+        terms = [scheme.embed(at), scheme.bias(at), *scheme.terms(*x, at, 0, None)]
+        results.append([term.float() for term in terms if term is not None])
+    for a, b in zip(*results):
+        assert ((a - b).abs() <= 0.03 * (1 + a.abs())).all()
+    assert rounded(sequences()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["lsin", "rlsin"])
+def test_learned_frequencies_begin_as_the_fixed_ones(name):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (part,) = Encoder(EncoderConfig(pe=name)).scheme.parts.values()
+    finally:
+        torch.set_default_dtype(torch.float)
+    width = 128 if name == "lsin" else 32
+    close(part.w, torch.tensor(naive.frequencies(width)), 1e-6)
+
+
+# ----- a student's mistakes
+
+
+class Right(Component):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.a = torch.nn.Parameter(torch.ones(cfg.n_head))
+
+    def bias(self, pos):
+        return -self.a[:, None, None] * pos.offsets.abs()[:, None]
+
+
+class NoReturn(Right):
+    def bias(self, pos):
+        super().bias(pos)
+
+
+class WrongShape(Right):
+    def bias(self, pos):
+        return super().bias(pos).mean(1)
+
+
+class NotFinite(Right):
+    def bias(self, pos):
+        return torch.log(super().bias(pos))
+
+
+class NoneOfTwo(Right):
+    def edit_qk(self, q, k, pos):
+        q + 1
+
+
+class WrongOfTwo(Right):
+    def edit_qk(self, q, k, pos):
+        return q, k[..., :1]
+
+
+class NoSuper(Component):
+    def __init__(self, cfg):
+        self.size = cfg.n_head
+
+
+class Unregistered(Right):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.tables = [torch.nn.Embedding(4, 4)]
+
+
+class Unregistered2(Right):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.b = torch.ones(cfg.n_head, requires_grad=True)
+
+
+class TwoScales(Right):
+    scale_terms = 2
+
+
+MISTAKES = {
+    NoReturn: r"NoReturn.bias \(.*test_all.py, line \d+\) returned None .*\(1 or B, 2, 12, 12\)",
+    WrongShape: r"WrongShape.bias .* returned \(1, 12, 12\)",
+    NoneOfTwo: "NoneOfTwo.edit_qk .* returned None",
+    WrongOfTwo: r"WrongOfTwo.edit_qk .* returned \(6, 2, 12, 1\)",
+    NoSuper: r"NoSuper.__init__ \(.*line \d+\) does not call super",
+    Unregistered: "Unregistered.__init__ .* self.tables would not be trained",
+    Unregistered2: "Unregistered2.__init__ .* self.b would not be trained",
+}
+
+
+@pytest.mark.parametrize("component", MISTAKES)
+def test_a_mistake_in_a_component_is_named(component, monkeypatch):
+    """A hook without `return`, a wrong shape, a forgotten super().__init__() and weights that are
+    not registered raise a TypeError that names the method, with its file and line."""
+    monkeypatch.setitem(SCHEMES, "mine", [Right])
+    tiny("mine")(sequences())
+    tiny("mine+abs")(sequences())
+    monkeypatch.setitem(SCHEMES, "mine", [component])
+    with pytest.raises(TypeError, match=MISTAKES[component]):
+        tiny("mine")(sequences())
+    monkeypatch.setitem(SCHEMES, "mine", [NotFinite])
+    tiny("mine")(sequences())
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(FloatingPointError, match="NotFinite.bias .* not finite"):
+            tiny("mine")(sequences())
+    monkeypatch.setitem(SCHEMES, "mine", [TwoScales])
+    refuses("different scales", EncoderConfig, pe="mine+abs")
+    refuses("needs a line in SCHEMES", EncoderConfig, pe="other")
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12])
+def test_alibi_slopes(n_head):
+    """For 8 heads, 2^-1 to 2^-8; for others as published (Press 2021): the powers of the largest
+    power of two, then every other one of twice as many."""
+    published = {1: [8], 2: [4, 8], 6: [2, 4, 6, 8, 1, 3], 8: range(1, 9)}
+    published[12] = [*range(1, 9), 0.5, 1.5, 2.5, 3.5]
+    (part,) = tiny("alibi", n_head=n_head, d_model=24).scheme.parts.values()
+    bias = part.bias(Positions(torch.arange(3)))[0, :, 0, 2]
+    close(-bias / 2, torch.tensor([2.0**-x for x in published[n_head]]), 1e-6)
+
+
+def test_load(run):
+    """load(run) is the encoder of a run in eval mode, also of one with a layer for the pair head;
+    weights that do not fit are refused."""
+    folder = run("run", "--steps 1 --pe tupe_r --dropout .5")
+    assert not load(folder).training and load(folder).config.dropout == 0.5
+    assert load(folder, dropout=0.0).config.dropout == 0
+    checkpoint = torch.load(folder / "ckpt.pt")
+    for change, error in ({"d_ff": 48}, "size mismatch"), ({"pe": "rel"}, "Missing key"):
+        torch.save(checkpoint | {"config": checkpoint["config"] | change}, folder / "other.pt")
+        with pytest.raises(RuntimeError, match=error):
+            load(folder / "other.pt")
+    encoder = load(run("pairs", "--steps 1 --pe deberta --objective pplm"))
+    assert len(encoder.scheme.parts["Deberta"].layers) == encoder.config.n_layer + 1
 
 
 # ==================================================================================================
 # objectives.py
 
 
-def pretraining(objective="mlm", pe="abs", L=12, n_layer=1, **change):
+def pretraining(objective="mlm", pe="abs", L=12, n_layer=1, norm="post", **change):
     """A small Pretraining model in float64 for sequences of L tokens."""
-    encoder, config = tiny(pe, n_layer=n_layer, max_len=L), ObjectiveConfig(objective, **change)
+    encoder = tiny(pe, n_layer=n_layer, max_len=L, norm=norm)
+    config = ObjectiveConfig(objective, **change)
     model = Pretraining(encoder, config).double()
     enlarge(model.objectives)
     return model
@@ -411,6 +611,7 @@ def test_no_special_is_selected(objective):
         assert torch.equal(pos[special], torch.arange(12).expand(6, 12)[special])
         if objective == "mlm":
             assert batch["mlm_weight"].sum(1).tolist() == n_selected
+            assert batch["mlm_selected"].sum(1).tolist() == n_selected
             assert not special.gather(1, batch["mlm_slots"])[batch["mlm_weight"]].any()
         if objective == "pmlm":  # other positions and all tokens are unchanged (RPP 3.1)
             masked, true = pos == UNKNOWN_POS, torch.arange(12).expand(6, 12)
@@ -444,7 +645,8 @@ def test_whole_words_are_selected(monkeypatch):
     cut."""
     ids = torch.arange(VOCAB)
     begins, ends = ids % 2 == 0, (ids % 5 == 0) | (ids >= CLS)  # a word begins here; after this
-    monkeypatch.setattr(objectives, "word_starts", lambda *args: torch.stack((begins, ends)))
+    in_word = torch.stack((~begins, ~ends))
+    monkeypatch.setattr(objectives, "word_characters", lambda *args: in_word)
     model, tokens = pretraining("mlm", L=34, mask_rate=0.4, whole_word=True), sequences(50, 34)
     batch = model.corrupt(tokens, 0)
     assert batch["mlm_slots"].shape == (50, 13) and batch["mlm_weight"].all()
@@ -500,23 +702,33 @@ PAIR_LOSSES = [("pplm", pe, {}) for pe in ("abs", "tupe_r", "rel_k", "deberta", 
 PAIR_LOSSES += [("pmlm", "tupe_r", {}), ("pplm_some", "t5", {}), ("pplm_binary", "bert_ad", {})]
 PAIR_LOSSES += [("pplm", "tupe_r", dict(pair_scores="content"))]
 PAIR_LOSSES += [("pmlm", "rel_k", dict(pair_scores="content", pair_head="linear"))]
+PAIR_LOSSES += [("pplm", pe, dict(pair_layer="last")) for pe in ("abs", "tupe_r", "rel_k")]
+PAIR_LOSSES += [("pplm", "abs", dict(norm="pre", pair_layer=x)) for x in ("extra", "last")]
 
 
 @pytest.mark.parametrize("name, pe, cfg", PAIR_LOSSES, ids=str)
 def test_pair_losses_equal_a_loop(name, pe, cfg):
     """RPP 3.1: the true offset j - i of a pair is predicted, as one of 2L - 1 classes, from its H
-    attention logits alone: those of one more attention layer (deviation), with the scheme's terms
-    for the assigned positions ("content": without). psi, an MLP ("linear": a linear
-    layer), turns them into class logits. The loss is the mean cross-entropy over ordered pairs of
-    ordinary tokens: pplm takes all, pmlm those with a masked position, pplm_some those in which
-    both moved; pplm_binary predicts whether the assigned offset is the true one (two classes)."""
+    attention logits alone: those of one more attention layer (deviation; "last": of the last
+    block), with the scheme's terms for the assigned positions ("content": without). psi, an MLP
+    ("linear": a linear layer), turns them into class logits. The loss is the mean cross-entropy
+    over ordered pairs of ordinary tokens: pplm takes all, pmlm those with a masked position,
+    pplm_some those in which both moved; pplm_binary predicts whether the assigned offset is the
+    true one (two classes)."""
     L, H, D = 9, 2, 8
     model, tokens, batch = corrupted(name, pe, B=3, L=L, **cfg)
     encoder, head, pos = model.encoder, model.objectives[name].head, batch["pos"].tolist()
-    weights = [head_weights(encoder, encoder.config.n_layer, h) for h in range(H)]
-    hidden, losses, hits = encoder(batch["tokens"], batch["pos"]), [], []
+    last, losses, hits = cfg.get("pair_layer") == "last", [], []
+    if "pair_scores" not in cfg:
+        weights = [head_weights(encoder, encoder.config.n_layer - last, h) for h in range(H)]
+    hidden = encoder.hidden_states(batch["tokens"], batch["pos"])[-1 - last]
+    if "norm" in cfg:
+        hidden = encoder.blocks[-1].norm1(hidden) if last else encoder.final_norm(hidden)
     for b, (i, j) in itertools.product(range(3), itertools.permutations(range(L), 2)):
-        q, k = (f(hidden[b]).view(L, H, D).unbind(1) for f in (head.query, head.key))
+        if last:
+            q, k, _ = encoder.blocks[-1].qkv(hidden[b]).view(L, 3, H, D).permute(1, 2, 0, 3)
+        else:
+            q, k = (f(hidden[b]).view(L, H, D).unbind(1) for f in (head.query, head.key))
         n_moved = (pos[b][i] != i) + (pos[b][j] != j)  # permuted or masked
         if max(tokens[b, [i, j]]) >= CLS or n_moved < {"pmlm": 1, "pplm_some": 2}.get(name, 0):
             continue
@@ -599,15 +811,23 @@ def test_tc_equals_a_loop(cfg, pe):
     if tc.tc_embedding == "input_layer":
         e = encoder.norm(e + encoder.scheme.embed(Positions(torch.arange(12))))
     g, losses, hits = (encoder(batch["tokens"]) - e).flatten(0, 1), [], []
+    parameters = list(encoder.parameters())
     for b, i in itertools.product(range(6), range(12)):
         if tokens[b, i] < CLS and (tc.tc_on == "all" or i in batch["mlm_slots"][b]):
-            candidates = g[batch["tc_candidates"][b, i]]
+            candidates = g[batch["tc_candidates"][b, i]].detach()
             assert len(candidates) == 1 + tc.tc_negatives
             cosines = torch.cosine_similarity(g[12 * b + i], candidates, dim=-1)
             losses.append(-(cosines / tc.tc_temperature).log_softmax(0)[0])
             hits.append(cosines.argmax() == 0)
     assert len(losses) == (57 if tc.tc_on == "all" else 24)
-    check(model, batch, "tc", sum(losses) / len(losses), hits)
+    loss = sum(losses) / len(losses)
+    check(model, batch, "tc", loss, hits)
+    model.weights["mlm"] = 0.0
+    for ours, expected in zip(
+        torch.autograd.grad(model.train()(batch)[0], parameters),
+        torch.autograd.grad(loss, parameters),
+    ):
+        close(ours, expected, 1e-5)  # cosines are in float32
 
 
 def test_tc_of_a_constant_context():
@@ -663,23 +883,38 @@ GRADIENTS += [(objective, pe) for objective in ALL_OBJECTIVES for pe in ("tupe_r
 @pytest.mark.parametrize("objective, pe", GRADIENTS)
 def test_every_parameter_gets_a_gradient(objective, pe):
     """Every parameter affects the loss, except those that add one number to a whole row of logits,
-    which the softmax cancels: theta_1, and key biases (but not with rope and deberta). Weights for
-    layer n_layer require a gradient if and only if there is a pair head."""
+    which the softmax cancels: theta_1, and key biases (but not with rope and deberta). There are
+    weights for layer n_layer if and only if there is a pair head that uses them."""
     model, _, batch = corrupted(objective, pe, n_layer=2)
     model(batch)[0].backward()
+    has_extra = any(".layers.2." in name for name, _ in model.named_parameters())
+    assert has_extra == ("pos" in batch and pe in ("rel_k", "sin+rel_k", "deberta"))
     for name, p in model.named_parameters():
-        if ".layers.2." in name and "pos" not in batch:
-            assert not p.requires_grad
-        elif name.endswith("qkv.bias"):
+        if name.endswith("qkv.bias"):
             q, k, v = p.grad.abs().unflatten(0, (3, -1)).amax(1)
             assert min(q, v) > 1e-9 and (k > 1e-9) == ("rope" in pe or pe == "deberta"), name
         elif name.endswith("theta"):
-            theta_1, theta_2 = p.grad.abs().amax(1)
+            theta_1, theta_2 = p.grad.abs().view(2, -1).amax(1)
             assert theta_1 < 1e-9 < theta_2
         else:
             assert p.requires_grad and p.grad.abs().max() > 1e-9, name
     content = pretraining("pplm", "rel_k", pair_scores="content").encoder.scheme
-    assert not content.parts["RelativeKeys"].layers[-1].weight.requires_grad
+    assert len(content.parts["RelativeKeys"].layers) == 1
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_what_the_last_blocks_logits_do_not_need_is_frozen(norm):
+    """With --pair_layer last (RPP) and no other objective, the rest of the last block gets no
+    gradient. It is frozen, except for its values, which share a matrix with queries and keys."""
+    for objective in ("pplm", "mlm+pplm"):
+        encoder = tiny("tupe_r", norm=norm)
+        model = Pretraining(encoder, ObjectiveConfig(objective, pair_layer="last")).double()
+        model(model.corrupt(sequences(), 0))[0].backward()
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert frozen == {name for name, p in model.named_parameters() if p.grad is None}
+        assert len(frozen) == (10 if objective == "pplm" else 0)
+        no_values = encoder.blocks[-1].qkv.weight.grad[2 * 16 :].abs().max() == 0
+        assert no_values == (objective == "pplm")
 
 
 @pytest.mark.parametrize("objective", ALL_OBJECTIVES)
@@ -688,10 +923,11 @@ def test_a_sum_is_the_sum_of_its_parts(objective):
     they are given in; taco is mlm + tc (TACO eq 11). Only tokens that mlm selected are changed."""
     model, tokens, batch = corrupted(objective, "tupe_r")
     given, weights = objective.replace("taco", "mlm+tc").split("+"), (2.0, 3.0, 5.0, 7.0)
-    positions = Positions(batch["pos"]) if "pos" in batch else None
-    hidden = model.encoder(batch["tokens"], positions, causal="clm" in given)
+    positions = Positions(batch.get("pos", torch.arange(12)))
+    states = model.encoder.hidden_states(batch["tokens"], positions, causal="clm" in given)
+    full = {**batch, "positions": positions, "states": states}
     parts = [model.objectives[name] for name in given]
-    losses = [part.loss(model.encoder, hidden, {**batch, "positions": positions}) for part in parts]
+    losses = [part.loss(model.encoder, states[-1], full) for part in parts]
     assert len(given) == len(model.objectives)
     close(model(batch)[0], sum(loss for loss, _ in losses), 1e-5)
     spelling = "+".join(reversed(given))
@@ -765,7 +1001,7 @@ def test_baselines_equal_an_enumeration(n, k):
 
 
 def encoding_of(corpus):
-    return tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+    return tiktoken.Encoding(**bpe.encoding_arguments(corpus.tokenizer))
 
 
 def documents_in(corpus, split):
@@ -804,7 +1040,7 @@ def test_bpe_equals_naive_bpe(n_words, longest):
     rng, words = random.Random(1), Counter({b"aaaaa": 3, b"abababa": 2})
     for _ in range(n_words):
         words["".join(rng.choices("abcdé", k=rng.randint(1, longest))).encode()] += 1
-    assert data.train_bpe(words, 900) == naive_bpe(words, 900)
+    assert bpe.train_bpe(words, 900) == naive_bpe(words, 900)
 
 
 def test_tokenizer_round_trip(corpus):
@@ -812,7 +1048,7 @@ def test_tokenizer_round_trip(corpus):
     last ids, which no text can produce."""
     encoding = encoding_of(corpus)
     assert encoding.n_vocab == corpus.vocab_size == 8192
-    assert [encoding.encode_single_token(name) for name in data.SPECIALS] == [*range(8184, 8192)]
+    assert [encoding.encode_single_token(name) for name in bpe.SPECIALS] == [*range(8184, 8192)]
     for text in ("the fox", "naïve Ωμέγα 中文 🦊 \x00\x7f", " \n\t  two  spaces", "[MASK]", ""):
         ids = encoding.encode_ordinary(text)
         assert encoding.decode(ids) == text and max(ids, default=0) < 8184
@@ -894,7 +1130,7 @@ def test_presets(preset):
     args = train.parse_args(["--steps", "7", "--preset", preset, "--objective", "pplm+mlm"])
     assert args.steps == 7
     assert args.out_dir == f"out/{args.dataset}-{preset}-abs-mlm+pplm-s1337"
-    for dataset, name in (("a/b:20231101.de", "a-b-20231101-de"), ("x/texts/c.txt.gz", "texts")):
+    for dataset, name in (("a/b:20231101.de", "a-b-20231101-de"), ("x/texts/*.txt", "texts")):
         assert train.parse_args(["--dataset", dataset]).out_dir == f"out/{name}-demo-abs-mlm-s1337"
 
 
@@ -907,73 +1143,98 @@ def test_learning_rate():
     assert [train.get_lr(step, args) for step in range(2)] == pytest.approx([0.03, 0.06])
 
 
-def test_what_the_optimizer_gets(run, monkeypatch):
-    """AdamW gets every parameter once, the learning rate that is logged, gradients whose global
-    norm is at most 1, and weight decay on matrices only."""
-    seen, step = [], torch.optim.AdamW.step
+def plain_training(args, corpus, dtype, overflows=()):
+    """What the documentation says that train.py does, one step after the other -> parameters, the
+    log's rows of training, the scale. overflows: micro-batches whose loss is infinite."""
+    torch.manual_seed(args.seed)
+    config = {f.name: getattr(args, f.name) for f in dataclasses.fields(EncoderConfig)[1:-1]}
+    encoder = Encoder(EncoderConfig(vocab_size=8192, **config))
+    model = Pretraining(encoder, ObjectiveConfig(args.objective, args.loss_weights))
+    stream = np.fromfile(corpus.folder / "train.bin", np.uint16).astype(int)
+    n, micro_batches = len(stream) // (args.block_size - 2), 0
+    order, rows, sums, since, scale = [], [], Counter(), 0, 65536.0 if dtype == "float16" else 1.0
+    for epoch in range(9):
+        order += np.random.default_rng((args.seed, epoch)).permutation(n).tolist()
+    parameters = list(model.parameters())
+    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
+    n_updates = 0
+    for step in range(1, args.steps + 1):
+        rise, fall = step / args.warmup, (args.steps - step + 1) / (args.steps - args.warmup)
+        lr = args.lr * min(rise, fall, 1)
+        for accum in range(args.grad_accum):
+            chosen, order = order[: args.batch_size], order[args.batch_size :]
+            blocks = [stream[14 * i : 14 * i + 14] for i in chosen]
+            tokens = torch.tensor([[8184, *block, 8186] for block in blocks])
+            batch = model.corrupt(tokens, args.seed, step - 1, accum)
+            generator = seeded_generator("cpu", args.seed, step - 1, accum, "dropout")
+            torch.manual_seed(generator.initial_seed())
+            with torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32"):
+                loss, scalars = model(batch)
+            loss = loss * (math.inf if micro_batches in overflows else 1)
+            (scale * loss / args.grad_accum).backward()
+            sums.update({"loss": loss.item() / args.grad_accum})
+            sums.update({name: x.item() / args.grad_accum for name, x in scalars.items()})
+            micro_batches += 1
+        gradients = [p.grad / scale for p in parameters]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        if norm.isfinite():
+            n_updates += 1
+            for p, g, m, v in zip(parameters, gradients, first, second):
+                g = g * min(1.0, (1 / (norm + 1e-6)).item())  # to a global norm of 1
+                m.lerp_(g, 1 - args.beta1)
+                v.lerp_(g * g, 1 - args.beta2)
+                m_hat, v_hat = m / (1 - args.beta1**n_updates), v / (1 - args.beta2**n_updates)
+                decay = args.weight_decay if p.dim() >= 2 else 0
+                p.data.mul_(1 - lr * decay).sub_(lr * m_hat / (v_hat.sqrt() + args.eps))
+        else:
+            scale /= 2
+        model.zero_grad()
+        if step % args.log_every == 0 or step % args.eval_every == 0 or step == args.steps:
+            rows.append({key: x / (step - since) for key, x in sums.items()})
+            rows[-1] |= {"step": step, "lr": lr}
+            since, sums = step, Counter()
+    return dict(model.named_parameters()), rows, scale
 
-    def spy(self):
-        matrices, vectors = self.param_groups
-        parameters = matrices["params"] + vectors["params"]
-        assert all(p.dim() >= 2 for p in matrices["params"]) and matrices["weight_decay"] == 0.2
-        assert all(p.dim() < 2 for p in vectors["params"]) and vectors["weight_decay"] == 0
-        assert (vectors["betas"], vectors["eps"]) == ((0.8, 0.9), 1e-5)
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm().item()
-        seen.append((matrices["lr"], vectors["lr"], norm, sum(p.numel() for p in parameters)))
-        return step(self)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    flags = "--steps 8 --warmup 4 --lr 0.1 --log_every 1 --beta1 .8 --beta2 .9 --eps 1e-5"
-    folder = run("run", f"{flags} --weight_decay .2 --dtype float32")
-    rates, rates_of_vectors, norms, sizes = map(list, zip(*seen))
-    assert rates == rates_of_vectors == [row["lr"] for row in log_of(folder)[1:]]
-    assert max(norms) == pytest.approx(1, abs=1e-4)  # without clipping they would be larger
-    assert {*sizes} == {sum(p.numel() for p in weights(folder)["model"].values())}
+PLAIN = {
+    "float32": "--objective mlm+tc --pe t5 --loss_weights 1 .3 --grad_accum 2 --dropout .2 --lr .1",
+    "bfloat16": "--objective nsp+mlm+pplm --pe rel --norm pre --weight_decay .3 --beta1 .8",
+    "float16": "--objective mlm+pplm --pe tupe_r --grad_accum 2 --dropout .1 --eps 1e-5",
+}
 
 
-def test_accumulation_equals_a_larger_batch(run, tmp_path, monkeypatch):
-    """Two micro-batches of 4 have the gradients of one batch of 8 and its loss, if no objective
-    draws at random and all sequences have the same number of tokens (clm, long documents)."""
-    gradients, clip = [], torch.nn.utils.clip_grad_norm_
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_training_equals_a_plain_loop(dtype, run, corpus, capsys, monkeypatch):
+    """A run has the weights and the log of a plain loop: batches in the order of a permutation per
+    epoch; corruption and dropout by (seed, step, micro); gradients accumulated as means and clipped
+    to a norm of 1; AdamW with decay on matrices only; logged means over the steps since the last
+    line. With fp16, a step whose gradient is not finite is skipped, and halves the scale."""
+    flags = f"--steps 7 --log_every 3 --eval_every 5 --seed 4 --dtype {dtype} {PLAIN[dtype]}"
+    overflows = {3, 8} if dtype == "float16" else set()  # micro-batches: steps 2 and 5
+    forward, count = Pretraining.forward, itertools.count()
 
-    def spy(parameters, max_norm):
-        parameters = list(parameters)
-        gradients.append([p.grad.clone() for p in parameters])
-        return clip(parameters, max_norm)
+    def overflowing(self, batch):
+        loss, scalars = forward(self, batch)
+        infinite = self.training and next(count) in overflows
+        return loss * (math.inf if infinite else 1), scalars
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", spy)
-    text = write_corpus(tmp_path / "long.jsonl", n_docs=2, n_words=2000)
-    flags = f"--dataset {text} --objective clm --steps 3 --log_every 1 --dtype float32"
-    accumulated = log_of(run("a", f"{flags} --batch_size 4 --grad_accum 2"))
-    at_once = log_of(run("b", f"{flags} --batch_size 8"))
-    for a, b in zip(gradients[:3], gradients[3:], strict=True):
-        close(a, b, 1e-6)
-    for a, b in zip(accumulated[1:], at_once[1:], strict=True):
-        close(a["loss"], b["loss"], 1e-5)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretraining, "forward", overflowing)
+        folder = run("run", flags)
+    args = SimpleNamespace(**log_of(folder)[0]["args"])
+    parameters, rows, scale = plain_training(args, corpus, dtype, overflows)
+    state, atol = weights(folder), 1e-4 if dtype == "float32" else 2e-3
+    for name, p in parameters.items():
+        close(state["model"][name], p, atol)
+    for logged, row in zip(log_of(folder)[1:], rows, strict=True):
+        assert {key: logged[key] for key in row} == pytest.approx(row, abs=1e-3)
+    assert state["scaler"].get("scale", 1.0) == scale
+    if overflows:
+        assert scale == 65536 / 4
 
 
-def test_randomness_is_a_function_of_the_step(run, monkeypatch):
-    """Corruption and dropout depend on (seed, step, micro), and on nothing drawn before."""
-    seeds, keys = [], []
-    forward, corrupt, get_lr = Pretraining.forward, Pretraining.corrupt, train.get_lr
-
-    def spy(self, batch):
-        if self.training:
-            seeds.append(torch.initial_seed())
-        return forward(self, batch)
-
-    monkeypatch.setattr(Pretraining, "forward", spy)
-    flags = "--steps 3 --grad_accum 2 --dropout .3 --dtype float32"
-    a = run("a", flags)
-    monkeypatch.setattr(train, "get_lr", lambda *args: torch.rand(7) is None or get_lr(*args))
-    close(weights(a)["model"], weights(run("b", f"{flags} --eval_every 1"))["model"], 0)
-    monkeypatch.setattr(
-        Pretraining, "corrupt", lambda self, *args: keys.append(args[1:]) or corrupt(self, *args)
-    )
-    run("c", f"{flags} --seed 1")
-    assert seeds[:6] == seeds[6:12] and len({*seeds}) == 12
-    expected = [(1, step, micro) for step in range(3) for micro in range(2)]
-    assert [key for key in keys if key[0] == 1] == expected
+def test_generators_are_the_same_in_every_process():
+    assert seeded_generator("cpu", 1337, 0, "mlm").initial_seed() == 6945921723512978997
 
 
 # ----- a run
@@ -1057,14 +1318,16 @@ def test_warm_start_grows_tables(pe):
     tokens, pos = sequences(), torch.arange(12).repeat(6, 1)
     pos[2:, 4:6] = UNKNOWN_POS
     for model, first in ((short, 0), (long, 8)):  # offset r is class r + 11, then r + 19
-        head, hidden = model.objectives["pplm"].head, model.encoder(tokens, pos)
-        logits = head.psi(head.scores(model.encoder, hidden, pos))
-        outputs.append([hidden, logits[..., first : first + 23]])
+        head, states = model.objectives["pplm"].head, model.encoder.hidden_states(tokens, pos)
+        logits = head.psi(head.scores(model.encoder, states, pos))
+        outputs.append([states[-1], logits[..., first : first + 23]])
     close(*outputs)
     for key in done["grown"]:
         assert 0 < (long.state_dict()[key] == fresh[key]).double().mean() < 1, key
-    other = {"model": fresh, "config": config | dict(d_ff=48)}
-    refuses("d_ff is 48 there, 32 here", warm_start, long, other, "run")
+    other = {"model": fresh}
+    for key, value in dict(d_ff=48, n_head=4, n_layer=2, norm="pre", vocab_size=80).items():
+        other["config"] = config | {key: value}
+        refuses(f"{key} is {value} there", warm_start, long, other, "run")
     other["config"] = config | dict(max_len=20)
     refuses("at least 20, not 12", warm_start, short, other, "run")
 
@@ -1103,14 +1366,14 @@ def test_tacos_flags(run, capsys):
 
 def small_model(flags, seed=0):
     flags = f"--n_layer 1 --d_model 16 --n_head 2 --d_ff 32 --block_size 16 --seed {seed} {flags}"
-    return train.build_model(train.parse_args(flags.split()), 8192)
+    return train.build_model(train.parse_args(flags.split()), 8192, None)
 
 
 def test_evaluation_is_the_same_for_every_scheme(corpus):
     """A validation loss is the mean over fixed sequences with fixed corruption, whatever the scheme
     and the seed, without dropout."""
     validation, inputs = data.validation_batches(corpus, 16), {}
-    validation = (*validation, validation[0][:5])  # a smaller batch counts less
+    validation = (validation[0][:8], *validation, validation[0][:5])  # a smaller one counts less
     for pe, seed in (("abs", 0), ("t5", 1)):
         model = small_model(f"--objective nsp+mlm+pplm+tc --dropout .5 --pe {pe}", seed).train()
         batches = inputs[pe] = []
@@ -1118,6 +1381,8 @@ def test_evaluation_is_the_same_for_every_scheme(corpus):
         row = train.evaluate(model, validation, autocast(CPU, torch.float32), CPU)
         hook.remove()
         assert model.training and {"val_mlm", "val_pplm_accuracy", "val_tc"} <= row.keys()
+        slots = [batch["mlm_slots"][:5] for batch in batches]
+        assert not torch.equal(slots[0], slots[1]), "two batches are corrupted alike"
         losses = [model.eval()(batch)[0].item() for batch in batches]
         expected = np.average(losses, weights=[len(batch) for batch in validation])
         assert row["val_loss"] == pytest.approx(expected, abs=1e-5)
@@ -1271,36 +1536,146 @@ def test_layer_wise_decay_and_weight_decay(pe, norm):
     assert {g["peak_lr"] for g in finetune.param_groups(model, 2.0, 1.0, 0)} == {2.0}
 
 
-def test_finetuning_equals_a_plain_loop():
-    """Two epochs equal a loop over the same batches: learning rate, clipping, AdamW."""
-    rng = random.Random(0)
-    rows = [([64, *rng.choices(range(60), k=rng.randrange(1, 9)), 66], i % 2) for i in range(20)]
-    chosen = SimpleNamespace(epochs=2, batch_size=8, warmup=3, layer_decay=0.5)
-    chosen.weight_decay, chosen.eps = 0.1, 1e-6
-    model, plain = tiny_classifier("cola").float(), tiny_classifier("cola").float()
-    for module in (*model.head, *plain.head):
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    finetune.train(model, rows, chosen, 0.01, 5, finetune_args())
-    order, lrs = np.random.default_rng(5), [1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3]
-    groups = finetune.param_groups(plain, 0.01, 0.5, 0.1)
-    adam = torch.optim.AdamW(groups, eps=1e-6)
-    batches = [b for _ in range(2) for b in finetune.batches_by_length(rows, 8, order)]
-    for lr, batch in zip(lrs, batches, strict=True):
-        for group in adam.param_groups:
-            group["lr"] = group["peak_lr"] * lr
-        plain.loss(*finetune.padded_batch(rows, batch, 65, CPU)).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        adam.step()
+def plain_finetuning(model, train, texts, lr, seed, dtype):
+    """Two epochs of electra's recipe in batches of 8, written from its table -> the predictions for
+    the texts. It draws the same random numbers for dropout. With fp16, the second step's loss is
+    infinite, so that it is skipped."""
+    task, n_layer, groups = finetune.TASKS[model.name], len(model.encoder.blocks), []
+    for name, p in model.named_parameters():
+        layer = re.match(r"encoder\.blocks\.(\d)", name)
+        below_head = n_layer - int(layer[1]) if layer else 0 if "head" in name else n_layer + 1
+        groups.append({"params": [p], "peak": lr * 0.8**below_head})
+    adam, parameters = torch.optim.AdamW(groups, eps=1e-6, weight_decay=0), [*model.parameters()]
+    cfg, dense, linear = model.encoder.config, model.head[1], model.head[-1]
+
+    def output(rows, p):
+        """Rows of ids -> (B, n_classes), with dropout p in the head."""
+        n = max(map(len, rows))
+        tokens = torch.tensor([row + [cfg.pad_id] * (n - len(row)) for row in rows])
+        with autocast(CPU, dtype):
+            hidden = model.encoder(tokens, pad=tokens == cfg.pad_id)[:, 0].float()
+        return linear(F.dropout(torch.tanh(dense(F.dropout(hidden, p, p > 0))), p, p > 0))
+
+    def ids(texts):
+        parts = [[*model.encoder.tokenizer.encode_ordinary(text), cfg.sep_id] for text in texts]
+        return [cfg.cls_id, *itertools.chain(*parts)]
+
+    torch.manual_seed(seed)
+    rng, rows = np.random.default_rng(seed), [(ids(texts), y) for texts, y in train]
+    batches = [batch for _ in range(2) for batch in finetune.batches_by_length(rows, 8, rng)]
+    scale = 65536 if dtype == torch.float16 else 1
+    for step, batch in enumerate(batches):
+        out, labels = output([rows[i][0] for i in batch], 0.1), [rows[i][1] for i in batch]
+        if task.kind == "score":
+            loss = ((out[:, 0] - torch.tensor(labels)) ** 2).mean()
+        else:
+            loss = -out.log_softmax(1)[range(len(batch)), labels].mean()
+        infinite = math.inf if step == 1 and dtype == torch.float16 else 1
+        (loss * infinite * scale).backward()
+        for p in parameters:
+            p.grad /= scale
+        norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+        for group, p in zip(adam.param_groups, parameters):
+            p.grad /= max(1, norm)
+            rise, fall = (step + 1) / (0.1 * len(batches)), (len(batches) - step) / len(batches)
+            group["lr"] = group["peak"] * min(rise, fall / 0.9, 1)
+        if norm.isfinite():
+            adam.step()
+        else:
+            scale /= 2
         adam.zero_grad()
-    close(list(model.parameters()), list(plain.parameters()), 1e-5)
+    model.eval()
+    with torch.no_grad():
+        outs = [output([ids(t)], 0)[0] for t in texts]
+    return [float(out) if task.kind == "score" else int(out.argmax()) for out in outs]
+
+
+def write_task(folder, task, sizes):
+    """Write official files of random rows; sizes: {file: rows} -> {file: [(texts, label)]}."""
+    spec, rng, files = finetune.TASKS[task], random.Random(0), {}
+    (folder / spec.folder).mkdir()
+    for file, n in sizes.items():
+        files[file] = []
+        lines = [] if task == "cola" else [f"sentence1\tsentence2\t{spec.label}"]
+        for _ in range(n):
+            texts = [" ".join(rng.choices(WORDS, k=rng.randrange(1, 8))) for _ in spec.texts]
+            y = rng.randrange(len(spec.classes)) if spec.classes else rng.uniform(0, 5)
+            written = spec.classes[y] if spec.classes else y
+            cells = ["x", written, "", *texts] if task == "cola" else [*texts, written]
+            lines.append("\t".join(map(str, cells)))
+            files[file].append((texts, y))
+        (folder / spec.folder / f"{file}.tsv").write_text("\n".join(lines))
+    return files
+
+
+@pytest.mark.parametrize("case", ["cola float16", "stsb float32", "mnli float32"])
+def test_finetuning_from_files_to_scores(corpus, tmp_path, monkeypatch, capsys, case):
+    """From official files to results.jsonl, the table and the saved model, every learning rate and
+    seed gives what the loop above gives: learning rates by layer, dropout in training only, skipped
+    steps in fp16. Each dev file is scored, and the learning rate with the best median counts."""
+    task, dtype = case.split()
+    dev = {"dev_matched": 15, "dev_mismatched": 13} if task == "mnli" else {"dev": 15}
+    train, *dev = write_task(tmp_path, task, {"train": 28, **dev}).values()
+    encoder = tiny("t5", vocab_size=8192, max_len=32, dropout=0.1, attn_dropout=0.1).float()
+    encoder.tok.weight.data[encoder.config.cls_id] = 0  # this and larger heads: the text decides
+    monkeypatch.setattr(finetune, "init_weights", lambda part: None)
+    if dtype == "float16":  # the second of 8 steps overflows
+        loss, count = finetune.Classifier.loss, itertools.count()
+        infinite = lambda *args: loss(*args) * (math.inf if next(count) % 8 == 1 else 1)  # noqa: E731
+        monkeypatch.setattr(finetune.Classifier, "loss", infinite)
+    start = {"config": vars(encoder.config), "source": "", "step": 3, "data": {}}
+    start |= {"tokenizer": bpe.encoding_arguments(corpus.tokenizer), "tokenizer_hash": ""}
+    start["model"] = {f"encoder.{key}": value for key, value in encoder.state_dict().items()}
+    torch.save(start, tmp_path / "ckpt.pt")
+    flags = f"--task {task} --data_dir {tmp_path} --ckpt {tmp_path}/ckpt.pt --device cpu --dtype "
+    flags += f"{dtype} --lr 0.001 0.004 --seeds 2 --epochs 2 --batch_size 8"
+    finetune.main(flags.split())
+
+    train = [train[i] for i in np.random.default_rng(0).permutation(len(train))]
+    rows, best = iter(read_jsonl(tmp_path / "results.jsonl")), (-2, None)
+    scores = defaultdict(list)  # of the first metric
+    for lr, seed in itertools.product((0.001, 0.004), range(2)):
+        model = finetune.make_model(start, task, 32, seed)
+        texts = [texts for file in dev for texts, _ in file]
+        outs = plain_finetuning(model, train, texts, lr, seed, getattr(torch, dtype))
+        for name, file in zip((task, f"{task}-mm"), dev):
+            row, y, p = next(rows), [y for _, y in file], np.array(outs[: len(file)])
+            del outs[: len(file)]
+            assert (row["task"], row["lr"], row["seed"], row["step"]) == (name, lr, seed, 3)
+            r = np.corrcoef(y, p)[0, 1] if len(set(p)) > 1 else 0.0
+            expected = {"pearson": r} if task == "stsb" else {"accuracy": np.mean(y == p)}
+            expected |= {"matthews": r} if task == "cola" else {}
+            found = {key: row["metrics"][key] for key in expected}
+            assert found == pytest.approx(expected, abs=1e-4)
+            scores[name, lr].append(next(iter(row["metrics"].values())))
+            if name == task and scores[name, lr][-1] > best[0]:
+                best = scores[name, lr][-1], model
+    assert next(rows, None) is None
+    saved = weights(tmp_path, f"finetuned-{task}.pt")
+    assert (saved["row"]["task"], next(iter(saved["row"]["metrics"].values()))) == (task, best[0])
+    close(saved["model"], best[1].state_dict(), 1e-3 if dtype == "float16" else 2e-4)
+    table = capsys.readouterr().out.rpartition("metric ")[2]
+    for name in dict.fromkeys(name for name, _ in scores):
+        median, lr = max((np.median(scores[name, lr]), -lr) for lr in (0.001, 0.004))
+        assert re.search(rf"^{name} +\w+ +{median:.3f} .* {-lr} +2 ", table, re.MULTILINE)
+
+
+def test_the_best_learning_rate_has_the_best_median():
+    """Not the best seed; the first metric decides; tasks and starts are kept apart."""
+    rows = []
+    for ckpt, lr, values in (("a", 1, (0, 9, 0)), ("a", 2, (4, 5, 4)), ("b", 1, (1, 1, 1))):
+        for value in values:
+            metrics = {"first": value, "second": -value}
+            rows.append({"ckpt": ckpt, "task": "t", "lr": lr, "metrics": metrics})
+    best = finetune.best_runs(rows, statistics.median)
+    assert best == {("a", "t"): rows[3:6], ("b", "t"): rows[6:]}
 
 
 def test_seeds_decide_head_order_and_dropout(corpus):
     """The same seed gives the same model, bit for bit; another seed gives another one."""
     config = dict(vars(tiny("abs").config), vocab_size=corpus.vocab_size)
     start = {"config": config, "model": {}, "source": ""}
-    start["tokenizer"] = data.encoding_arguments(corpus.tokenizer)
+    start["tokenizer"] = bpe.encoding_arguments(corpus.tokenizer)
     chosen = finetune.settings(finetune_args("--epochs", 1), "cola", config)
     rows = [([64, *15 * [i], 66], i % 2) for i in range(60)]  # longer than max_len
     models = []

@@ -9,14 +9,15 @@ A run is stored in out/<dataset>-<preset>-<pe>-<objective>-s<seed>/. To resume a
 crash, add --resume to the same command. A flag overrides the preset.
 """
 
-import argparse
 import contextlib
-import math
+import glob
 import os
 import re
+import shlex
+import sys
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,20 +27,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from data import Batches, DataConfig, encoding_arguments, prepare, validation_batches
+from data import Batches, add_data_flags, prepare, validation_batches
 from lib.baselines import compute_baselines
+from lib.bpe import encoding_arguments
 from lib.config import (
-    DEVICE,
-    DTYPE,
-    PATH,
     Parser,
-    RunFailed,
-    catch_errors,
-    defaults,
+    UserError,
+    add_device_flags,
+    between,
     leave,
+    one_line_errors,
     pick_fields,
-    setting,
-    validate_config,
 )
 from lib.device import (
     autocast,
@@ -52,18 +50,18 @@ from lib.device import (
     pick_dtype,
 )
 from lib.files import read_checkpoint
-from lib.run import (
-    RunFolder,
-    catch_signals,
-    command_line,
-    format_row,
-    print_baselines,
-    print_summary,
-)
-from lib.sources import file_kind
+from lib.run import RunFolder, broken, catch_signals, format_row, print_start, print_summary
 from lib.weights import load_strict, warm_start
 from model import PE_NAMES, Encoder, EncoderConfig
-from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, new_batch, seeded_generator
+from objectives import (
+    OBJECTIVES,
+    ObjectiveConfig,
+    Pretraining,
+    check_fit,
+    hash_seed,
+    new_batch,
+    seeded_generator,
+)
 
 DOCS = dict(dataset="docs", tokenizer="bpe")
 WEB = dict(dataset="wikibooks", tokenizer="gpt2")
@@ -93,57 +91,18 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags: they change the result by rounding at most (device also
-# changes the random numbers). init_from and init_embeddings matter at step 0 only. For the data and
-# grad_accum, `identity` in train() holds what must not change: token counts, tokenizer, and
-# micro-batches per step.
+# A resumed run may change these flags. --device and --compile change the dropout masks, the others
+# rounding at most. --init_from and --init_embeddings matter at step 0 only. For the data and
+# --grad_accum, `identity` in train() holds what must not change.
 FREE_FLAGS = set(
-    "resume init_from init_embeddings out_dir cache device dtype compile log_every eval_every "
-    "keep_every grad_accum dataset text_column books_dataset tokenizer".split()
+    "resume init_from init_embeddings out_dir cache device dtype compile detect_anomaly log_every "
+    "eval_every keep_every grad_accum dataset text_column books_dataset tokenizer".split()
 )
 
 
-@dataclass
-class TrainConfig:
-    """Flags of the run itself. None: set by the preset, or see the help text."""
-
-    preset: str = setting("demo", "sizes and schedule, see below", tuple(PRESETS))
-    seed: int = setting(1337, "random seed", "[0, 9e18]")
-    block_size: int = setting(None, "tokens per sequence, with [CLS] and [SEP]", "[4, 1e5]")
-    batch_size: int = setting(None, "micro-batch size per process", "[1, 1e6]")
-    grad_accum: int = setting(None, "micro-batches per optimizer step", "[1, 1e6]")
-    steps: int = setting(
-        None, "total optimizer steps (the learning-rate decay depends on it)", "[1, 2e9]"
-    )
-    lr: float = setting(None, "peak learning rate: linear warm-up, linear decay to 0", "(0, 1e9)")
-    warmup: int = setting(None, "warm-up steps; a shorter run never reaches --lr", "[0, 2e9]")
-    weight_decay: float = setting(0.01, "on matrices only", "[0, 1e9)")
-    beta1: float = setting(None, "AdamW beta1", "[0, 1)")
-    beta2: float = setting(None, "AdamW beta2", "[0, 1)")
-    eps: float = setting(None, "AdamW epsilon", "(0, 1e9)")
-    data_fraction: float = setting(1.0, "fraction of the training sequences (TACO)", "(0, 1]")
-    init_from: str | None = setting(
-        None, "run to start from; its scheme, objective and block size may differ", PATH
-    )
-    init_embeddings: str | None = setting(
-        None, "run from which the token embeddings are copied (TACO)", PATH
-    )
-    freeze_embeddings: bool = setting(False, "never update the token embeddings (TACO)")
-    out_dir: str | None = setting(None, "folder of the run (default: see above)", PATH)
-    resume: bool = setting(False, "resume from the checkpoint in the run's folder")
-    eval_every: int = setting(500, "steps between evaluations", "[1, 2e9]")
-    keep_every: int = setting(0, "steps between checkpoints kept as ckpt_<step>.pt", "[0, 2e9]")
-    log_every: int = setting(100, "steps between log lines", "[1, 2e9]")
-    device: str | None = DEVICE
-    dtype: str | None = DTYPE
-    compile: bool | None = setting(None, "use torch.compile (default: on a GPU only)")
-
-    __post_init__ = validate_config
-
-
 def parse_args(argv=None):
-    """Flags override the preset, which overrides the defaults -> a namespace with every value set;
-    `given` holds the flags that were given. Raises ValueError."""
+    """Flags override the preset, which overrides the defaults -> a namespace with every value set.
+    Raises UserError."""
     lines = [f"--pe: {', '.join(PE_NAMES)}", f"--objective: {', '.join(OBJECTIVES)}", "presets:"]
     for name, p in PRESETS.items():
         lines.append(
@@ -152,42 +111,125 @@ def parse_args(argv=None):
             f"{p['steps']:,} steps, {p['dataset']}"
         )
     parser = Parser("train.py", __doc__, "\n".join(lines))
-    groups = {
-        "run": TrainConfig,
-        "model": EncoderConfig,
-        "objective": ObjectiveConfig,
-        "data": DataConfig,
-    }
-    for title, config_class in groups.items():
-        parser.add_settings(title, config_class, PRESETS["demo"])
-    given = vars(parser.parse_args(argv))
-    preset = PRESETS[given.get("preset", "demo")]
-    args = argparse.Namespace(**defaults(*groups.values()) | preset | given)
-    args.given = given
-    pick_fields(TrainConfig, args)  # raises ValueError
-    cfg = pick_fields(ObjectiveConfig, args)
+    count, positive = between(int, "[1, 1e9]"), between(float, "(0, 1e9)")
+    rate, below_1 = between(float, "(0, 1)"), between(float, "[0, 1)")
+    path = os.path.expanduser
+
+    flag = parser.add_argument_group("run").add_argument
+    flag("--preset", choices=list(PRESETS), default="demo", help="sizes and schedule, see below")
+    flag("--seed", type=between(int, "[0, 9e18]"), default=1337, help="random seed")
+    flag("--out_dir", type=path, help="folder of the run (default: see above)")
+    flag("--resume", action="store_true", help="resume from the checkpoint in --out_dir")
+    flag("--init_from", type=path, help="run to start from; pe, objective and length may differ")
+    flag("--init_embeddings", type=path, help="run whose token embeddings are copied (TACO)")
+    flag("--freeze_embeddings", action="store_true", help="never update token embeddings (TACO)")
+    flag("--eval_every", type=count, default=500, help="steps between evaluations")
+    flag("--log_every", type=count, default=100, help="steps between log lines")
+    flag("--keep_every", type=count, help="steps between checkpoints kept as ckpt_<step>.pt")
+    flag("--detect_anomaly", action="store_true", help="name the line that makes a NaN (slow)")
+    add_device_flags(parser)
+
+    flag = parser.add_argument_group("optimization").add_argument
+    flag("--steps", type=count, help="total optimizer steps; the learning-rate decay depends on it")
+    flag("--block_size", type=between(int, "[4, 1e5]"), help="tokens per sequence, specials too")
+    flag("--batch_size", type=count, help="micro-batch size per process")
+    # Exact where every micro-batch scores the same number of tokens: for mlm, unless an inner [SEP]
+    # leaves too few. Other losses are means over numbers that vary, and tc's negatives come from
+    # its own micro-batch.
+    flag(
+        "--grad_accum", type=count, help="micro-batches per step (a larger batch, exactly for mlm)"
+    )
+    flag("--lr", type=positive, help="peak learning rate: linear warm-up, linear decay to 0")
+    flag(
+        "--warmup",
+        type=between(int, "[0, 1e9]"),
+        help="steps (default: a third of --steps at most)",
+    )
+    flag("--weight_decay", type=between(float, "[0, 1e9)"), default=0.01, help="on matrices only")
+    flag("--beta1", type=below_1, help="AdamW beta1")
+    flag("--beta2", type=below_1, help="AdamW beta2")
+    flag("--eps", type=positive, help="AdamW epsilon")
+
+    flag = parser.add_argument_group("model").add_argument
+    flag("--pe", help="positional scheme, or a sum such as rope+t5")
+    flag("--n_layer", type=between(int, "[1, 1000]"), help="layers")
+    flag("--n_head", type=between(int, "[1, 1e4]"), help="attention heads")
+    flag("--d_model", type=between(int, "[1, 1e5]"), help="embedding dimension C")
+    flag("--d_ff", type=between(int, "[1, 1e6]"), help="hidden dimension of the feed-forward layer")
+    flag("--dropout", type=below_1, help="dropout rate, attention included")
+    flag("--norm", help="LayerNorm: post (after each residual connection, BERT) or pre")
+
+    flag = parser.add_argument_group("objective").add_argument
+    flag("--objective", help="pre-training objective, or a sum such as mlm+pplm")
+    flag("--loss_weights", type=positive, nargs="+", help="one weight per objective of the sum")
+    flag("--mask_rate", type=rate, help="fraction of tokens that mlm selects")
+    flag("--whole_word", action="store_true", help="mlm: whole-word masking")
+    flag("--mlm_on", help="loss on the masked tokens, or on all (TACO's MLM+TP)")
+    flag("--pos_rate", type=rate, help="fraction of positions masked or permuted")
+    flag("--pair_scores", help="total: with the scheme's positional terms, or content: without")
+    flag("--pair_head", help="how a pair's attention logits become class logits: mlp or linear")
+    flag("--pair_layer", help="logits of an extra layer, or of the last block (last, RPP)")
+    flag("--tc_on", help="tc's anchors: all tokens, or masked ones (TACO's concentrated)")
+    flag("--tc_embedding", help="what tc subtracts: input (tokens) or input_layer (TACO's code)")
+    flag(
+        "--tc_window",
+        type=between(int, "[3, 1e5]"),
+        help="W, odd: positives are at most (W-1)/2 tokens away",
+    )
+    flag("--tc_negatives", type=between(int, "[1, 1e5]"), help="K, number of negatives")
+    flag("--tc_temperature", type=positive, help="temperature of the softmax over cosines")
+
+    flag = add_data_flags(parser)
+    flag("--data_fraction", type=between(float, "(0, 1]"), default=1.0, help="used (TACO)")
+
+    defaults = vars(EncoderConfig()) | vars(ObjectiveConfig())
+    parser.set_defaults(**defaults | PRESETS["demo"] | {"warmup": None})  # what --help shows
+    preset = PRESETS[parser.parse_known_args(argv)[0].preset]
+    parser.set_defaults(**defaults | preset | {"warmup": None})
+    args = parser.parse_args(argv)
+    if args.warmup is None:
+        args.warmup = min(preset["warmup"], args.steps // 3)
+    args.max_len, args.attn_dropout = args.block_size, args.dropout
+    del args.vocab_size  # the tokenizer decides it
+    try:
+        cfg = pick_fields(ObjectiveConfig, args)
+        check_fit(cfg, pick_fields(EncoderConfig, args), args.batch_size)
+    except ValueError as error:
+        parser.error(str(error))
     args.objective, args.loss_weights = cfg.objective, cfg.loss_weights  # in canonical order
     if not args.out_dir:
         dataset = args.dataset
-        if re.search(r"[*?]", dataset) or file_kind(dataset)[0]:  # files: the name of their folder
+        if glob.has_magic(dataset) or Path(dataset).is_file():  # files: the name of their folder
             dataset = Path(dataset).parent.name or Path(dataset).stem
         dataset = re.sub(r"[^A-Za-z0-9]+", "-", dataset).strip("-") or "files"
         args.out_dir = f"out/{dataset}-{args.preset}-{args.pe}-{args.objective}-s{args.seed}"
     return args
 
 
-def build_model(args, vocab_size, tokenizer=None):
-    """-> the encoder with the heads of its objectives. Raises ValueError if the flags cannot be
-    combined. Without a tokenizer, --whole_word is ignored."""
+def build_model(args, vocab_size, tokenizer):
+    """-> the encoder with the heads of its objectives."""
     torch.manual_seed(args.seed)
-    sizes = dict(vocab_size=vocab_size, max_len=args.block_size, attn_dropout=args.dropout)
-    encoder = Encoder(pick_fields(EncoderConfig, args, **sizes))
+    encoder = Encoder(pick_fields(EncoderConfig, args, vocab_size=vocab_size))
     encoder.tokenizer = tokenizer
-    whole_word = args.whole_word and tokenizer is not None
-    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args, whole_word=whole_word))
-    model.check_batch(args.batch_size)
     encoder.tok.weight.requires_grad_(not args.freeze_embeddings)
-    return model
+    return Pretraining(encoder, pick_fields(ObjectiveConfig, args))
+
+
+def initialize(model, args, sources, tokenizer_hash):
+    """Copy the weights of --init_from and --init_embeddings. sources: {path: checkpoint}
+    -> lines to print. Raises UserError."""
+    lines = []
+    for path, source in sources.items():
+        if source["tokenizer_hash"] != tokenizer_hash:
+            raise UserError(f"{path} was trained with a different tokenizer from the data's")
+    if args.init_from:
+        changes = warm_start(model, sources[args.init_from], args.init_from)
+        lines.append(f"--init_from {args.init_from}: {len(changes.pop('loaded'))} tensors loaded")
+        lines += [f"  {what}: {', '.join(names) or 'none'}" for what, names in changes.items()]
+    if args.init_embeddings:
+        weight = sources[args.init_embeddings]["model"]["encoder.tok.weight"]
+        load_strict(model.encoder.tok, {"weight": weight}, "--init_embeddings")
+    return lines
 
 
 def get_lr(step, args):
@@ -197,25 +239,15 @@ def get_lr(step, args):
     return args.lr * min(warmup, decay, 1.0)
 
 
-def train(args, status):
-    """A run from start to end. Sets `status.running` before the first step: from then on, a
-    ValueError is a bug and keeps its traceback (lib/config.py)."""
+def train(args, argv):
+    """A run from start to end."""
     # ---- device and processes: torchrun sets RANK and WORLD_SIZE; several nodes need a shared disk
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = pick_device(args.device)
-    # Build the model on the meta device to reject invalid flags before the data is prepared, which
-    # can take hours. (The vocabulary size does not matter.)
-    with torch.device("meta"):
-        build_model(args, vocab_size=8192)
-    run = RunFolder(args.out_dir, args.resume)
-    checkpoint, step = run.checkpoint, 0
-    paths = [] if checkpoint else filter(None, (args.init_from, args.init_embeddings))
-    sources = {path: read_checkpoint(path) for path in paths}  # of a new run only
-    dtype_name = args.dtype
-    if checkpoint and checkpoint["precision"][0] == device.type:  # a resumed run keeps its dtype
-        dtype_name = dtype_name or checkpoint["precision"][1]
-    dtype, reason = pick_dtype(device, dtype_name)
+    device, run = pick_device(args.device), RunFolder(args.out_dir, args.resume)
+    dtype, reason = pick_dtype(device, args.dtype or run.dtype(device))
     amp = autocast(device, dtype)
+    starts = [] if run.checkpoint else filter(None, (args.init_from, args.init_embeddings))
+    sources = {path: read_checkpoint(path) for path in starts}  # of a new run only
     if world > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=2))
@@ -223,31 +255,19 @@ def train(args, status):
     # ---- data: rank 0 prepares it while the others wait
     if rank > 0:
         dist.barrier()
-    corpus = prepare(**vars(pick_fields(DataConfig, args)))
+    corpus = prepare(args.dataset, args.tokenizer, args.cache, args.text_column, args.books_dataset)
     if world > 1 and rank == 0:
         dist.barrier()
     batches = Batches(corpus, args.block_size, args.seed, args.data_fraction)
     validation = validation_batches(corpus, args.block_size)
+    n_micro = args.grad_accum * world  # micro-batches per step
+    sequences = args.batch_size * n_micro  # per step
 
-    # ---- model
+    # ---- model and optimizer: weight decay on matrices only
     tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
     model = build_model(args, corpus.vocab_size, tokenizer).to(device)
-    model.check_batch(min(map(len, validation)))
-    n_micro = args.grad_accum * world  # micro-batches per step
-    for path, source in sources.items():
-        if source["tokenizer_hash"] != corpus.meta["tokenizer_hash"]:
-            raise ValueError(f"{path} was trained with a different tokenizer from the data's")
-    if args.init_from in sources:
-        changes = warm_start(model, sources[args.init_from], args.init_from)
-        if rank == 0:
-            print(f"--init_from {args.init_from}: {len(changes.pop('loaded'))} tensors loaded")
-            for what, names in changes.items():
-                print(f"  {what}: {', '.join(names) or 'none'}")
-    if args.init_embeddings in sources:
-        weight = sources[args.init_embeddings]["model"]["encoder.tok.weight"]
-        load_strict(model.encoder.tok, {"weight": weight}, "--init_embeddings")
-
-    # ---- optimizer: weight decay on matrices only
+    if min(map(len, validation)) < model.min_sequences:
+        raise UserError(f"--objective {args.objective} needs more validation text")
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
@@ -257,35 +277,28 @@ def train(args, status):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.eps, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
-    # ---- resume
-    identity = {f"--{k}": v for k, v in vars(args).items() if k not in FREE_FLAGS | {"given"}}
-    identity |= {"--grad_accum times processes": n_micro, "the token counts": corpus.meta["tokens"]}
+    # ---- a new run, or one to resume. identity: what determines its result
+    identity = {f"--{k}": v for k, v in vars(args).items() if k not in FREE_FLAGS}
+    identity |= {"--grad_accum times processes": n_micro, "the text": corpus.meta["digest"]}
     identity |= {"the tokenizer": corpus.meta["tokenizer_hash"]}
-    if checkpoint:
-        run.check_identity(identity)
-        step = checkpoint["step"]
-        load_strict(model, checkpoint["model"], run.path)
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        if checkpoint["scaler"]:  # empty unless it was fp16
-            scaler.load_state_dict(checkpoint["scaler"])
-
-    # ---- wrap
-    net = model
+    if run.checkpoint:
+        step = run.load(identity, model, optimizer, scaler)
+        lines = [f"resumed at step {step}"]
+    else:
+        step, lines = 0, initialize(model, args, sources, corpus.meta["tokenizer_hash"])
+    net = model  # the same weights, compiled or in DDP
     if world > 1:
         device_ids = [device.index] if device.type == "cuda" else None
         net = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
     compiling = args.compile or args.compile is None and device.type == "cuda"
-    if compiling and not can_compile(device):
-        print("torch.compile is off: no compiler found")
-    elif compiling:
-        print("compiling: the first step may take a minute", flush=True)
+    if compiling and not args.detect_anomaly and can_compile(device):
+        lines.append("compiling: the first step may take a minute")
         net = torch.compile(net)
 
-    # ---- describe the run
     baselines = compute_baselines(model, corpus) if rank == 0 else {}
     run_info = {
-        "args": {name: value for name, value in vars(args).items() if name != "given"},
-        "command": command_line(args.given),
+        "args": vars(args),
+        "command": shlex.join(["python", "train.py", *argv]),
         "identity": identity,
         "config": asdict(model.encoder.config),
         "data": corpus.meta,
@@ -293,30 +306,20 @@ def train(args, status):
         "precision": [device.type, str(dtype).removeprefix("torch.")],
         "git": git_commit(),
         "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__},
+        "baselines": baselines,
     }
-    n_parameters = sum(p.numel() for p in model.parameters())
-    sequences = args.batch_size * n_micro  # per step
-    if rank == 0:
-        print(
-            f"{args.pe}, {args.objective}: {n_parameters / 1e6:.2f} M parameters; {args.steps:,} "
-            f"steps of {sequences} sequences of {args.block_size} tokens, "
-            f"{args.steps * sequences / batches.n:.1f} epochs"
-        )
-        print(f"{device}, {run_info['precision'][1]} ({reason})")
-        print_baselines(baselines)
-        print(f"resumed at step {step}" if step else f"folder: {run.path}", flush=True)
-
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(run.open({**run_info, "baselines": baselines}, corpus.tokenizer))
+            stack.enter_context(run.open(run_info, corpus.tokenizer))
+            epochs = args.steps * sequences / batches.n
+            lines.append(f"folder: {run.path}")
+            print_start(run_info, model, sequences, epochs, reason, lines)
+        stack.enter_context(torch.autograd.set_detect_anomaly(args.detect_anomaly))
         # With several processes, signals are not caught: torchrun kills the processes, and the run
         # can be resumed from its last checkpoint.
         signals = stack.enter_context(catch_signals()) if world == 1 else {"number": None}
-        status.running = True
         row, sums, since, t0 = None, defaultdict(float), step, time.perf_counter()
-        started = t0
-        # How many steps had a non-finite gradient; with fp16, how many in a row up to now.
-        n_bad = torch.zeros((), device=device)
+        started, bad = t0, torch.zeros((), dtype=torch.bool, device=device)
         model.train()
         while step < args.steps:
             lr = get_lr(step, args)
@@ -328,14 +331,15 @@ def train(args, status):
             # (In fp16 only up to rounding: grad_accum divides the loss before scaling, DDP after.)
             for accum in range(args.grad_accum):
                 micro = accum * world + rank
-                tokens = torch.from_numpy(batches(step * n_micro + micro, args.batch_size))
-                if device.type == "cuda":
-                    tokens = tokens.pin_memory().to(device, non_blocking=True)
-                batch = model.corrupt(tokens.to(device), args.seed, step, micro)
-                # Dropout draws from the global generators: seed them for this micro-batch.
-                generator = seeded_generator("cpu", args.seed, step, micro, "dropout")
-                torch.manual_seed(generator.initial_seed())
-                last = accum == args.grad_accum - 1
+                index = step * n_micro + micro
+                tokens = torch.from_numpy(batches(index, args.batch_size))  # (B, L) int64
+                if device.type == "cuda":  # pinned memory is copied asynchronously
+                    tokens = tokens.pin_memory()
+                tokens = tokens.to(device, non_blocking=True)
+                batch = model.corrupt(tokens, args.seed, step, micro)
+                # Dropout draws from the global generators.
+                torch.manual_seed(hash_seed(args.seed, step, micro, "dropout"))
+                last = accum == args.grad_accum - 1  # DDP averages gradients in the last one only
                 with contextlib.nullcontext() if world == 1 or last else net.no_sync():
                     with amp:
                         loss, scalars = net(batch)
@@ -343,62 +347,57 @@ def train(args, status):
                 for name, value in {"loss": loss.detach(), **scalars}.items():
                     sums[name] += value / args.grad_accum
 
-            # Clip and update. With fp16 the scaler skips a step with a non-finite gradient.
+            # Clip and update. The scaler does nothing except in fp16, where it skips a step with a
+            # gradient that is not finite.
             scaler.unscale_(optimizer)
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-            bad = ~grad_norm.isfinite()
-            n_bad = (n_bad + bad) * bad if scaler.is_enabled() else n_bad + bad
+            bad |= ~(grad_norm + loss.detach()).isfinite()  # looked at when logging
             step += 1
 
             evaluating = step % args.eval_every == 0 or step == args.steps
-            keeping = args.keep_every > 0 and step % args.keep_every == 0
+            keeping = bool(args.keep_every) and step % args.keep_every == 0
             stopping = signals["number"]
             if not (step % args.log_every == 0 or evaluating or keeping or stopping):
-                continue
+                continue  # most steps end here
 
-            # Log. Steps that do not get here have no CPU-GPU sync.
+            # Log, evaluate, save, then print. Steps that do not get here have no CPU-GPU sync.
+            if broken(bad, scaler):
+                leave(
+                    1,
+                    f"loss or gradient not finite by step {step}; {run.path} keeps its last "
+                    "checkpoint: try a lower --lr, --dtype float32, or --detect_anomaly",
+                )
             means = torch.stack([value.float() for value in sums.values()]) / (step - since)
             if world > 1:
                 dist.all_reduce(means)
                 means /= world
-            means = dict(zip(sums, means.tolist()))
             seconds = (time.perf_counter() - t0) / (step - since)
-            if scaler.is_enabled():
-                broken = n_bad >= 10  # some skips are normal while the scale is adjusted
-            else:
-                broken = n_bad > 0 or not math.isfinite(means["loss"])
-            if broken:
-                raise RunFailed(
-                    f"loss or gradient not finite near step {step} (loss {means['loss']:.3f}); "
-                    f"{run.path} keeps its last checkpoint: try a lower --lr, or --dtype float32"
-                )
-            row = dict(step=step, **means, lr=lr, ms_per_step=1e3 * seconds)
+            row = {"step": step, **dict(zip(sums, means.tolist())), "lr": lr}
+            row["ms_per_step"] = 1e3 * seconds
             row["tokens_per_s"] = sequences * args.block_size / seconds
             row["peak_mem_mb"] = peak_memory_mb(device)
             if (peak := peak_flops(device)) and dtype != torch.float32:
                 row["mfu"] = row["tokens_per_s"] / world * flops_per_token(model) / peak
-            if evaluating and rank == 0:  # the other ranks wait in their next all-reduce
-                row |= evaluate(model, validation, amp, device)
-            if rank == 0:
+            if rank == 0:  # the other ranks wait in their next all-reduce
+                if evaluating:
+                    row |= evaluate(model, validation, amp, device)
                 run.log(row)
+                if evaluating or keeping or stopping:
+                    state = {
+                        **run_info,
+                        "tokenizer": encoding_arguments(corpus.tokenizer),
+                        "step": step,
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "scaler": scaler.state_dict(),
+                    }
+                    run.save(state, keeping)
                 print(format_row(row, model.names, args.steps, baselines), flush=True)
                 if evaluating and (text := sample(model, validation[0][:1].to(device))):
                     print(f"    sample: {text}", flush=True)
-
-            # Save everything that is needed to resume.
-            if rank == 0 and (evaluating or keeping or stopping):
-                state = {
-                    **run_info,
-                    "tokenizer": encoding_arguments(corpus.tokenizer),
-                    "step": step,
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "scaler": scaler.state_dict(),
-                }
-                run.save(state, keeping)
             if stopping:
                 print(f"stopped at step {step}; resume with the same command and --resume")
                 leave(128 + stopping)
@@ -410,8 +409,8 @@ def train(args, status):
     if rank == 0 and row:  # none if the run had already ended
         print_summary(run.path, row, model.names, baselines, time.perf_counter() - started)
         if args.preset == "demo":
-            full_size = {"pe": args.pe, "objective": args.objective, "preset": "rpp"}
-            print(f"full size, on a GPU: {command_line(full_size)}")
+            full_size = ["--pe", args.pe, "--objective", args.objective, "--preset", "rpp"]
+            print(f"full size, on a GPU: {shlex.join(['python', 'train.py', *full_size])}")
     if world > 1:
         leave(0)
 
@@ -456,16 +455,17 @@ def sample(model, tokens):
     batch = new_batch(tokens, cfg.vocab_size)
     model.eval()
     objective.corrupt(batch, seeded_generator(tokens.device, "sample"))
-    hidden = encoder(batch["tokens"], batch.get("pos"))  # (1, L, C)
+    states = encoder.hidden_states(batch["tokens"], batch.get("pos"))
     if names[0] == "mlm":
-        slots = batch["mlm_slots"][0].tolist()
-        logits = objective.token_logits(encoder, hidden[0, slots])[:, : cfg.cls_id]
+        slots = batch["mlm_slots"][batch["mlm_weight"]].tolist()
+        hidden = encoder.final_norm(states[-1])[0, slots]  # (k, C)
+        logits = objective.token_logits(encoder, hidden)[:, : cfg.cls_id]
         for slot, i in zip(slots, logits.argmax(-1).tolist()):
             predicted = encoder.tokenizer.decode([i]).strip()
             texts[slot] = f" [{predicted}|{texts[slot].strip()}]"
         text = "".join(texts[1:-1])
     else:  # sort the tokens by their mean offset from the others
-        scores = objective.head.scores(encoder, hidden, batch["pos"])
+        scores = objective.head.scores(encoder, states, batch["pos"])
         p = objective.head.psi(scores)[0].float().softmax(-1)  # (n, n, 2L - 1)
         offsets = p @ torch.arange(1.0 - objective.L, objective.L, device=p.device)
         assigned = batch["pos"][0, 1:-1].argsort(stable=True).tolist()
@@ -477,10 +477,11 @@ def sample(model, tokens):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
     remedy = "decrease --batch_size (and increase --grad_accum), --block_size or --d_model"
-    with catch_errors(remedy) as status:
+    with one_line_errors(remedy):
         keep_memory()
-        train(parse_args(argv), status)
+        train(parse_args(argv), argv)
 
 
 if __name__ == "__main__":

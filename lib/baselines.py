@@ -12,8 +12,6 @@ import math
 
 import numpy as np
 
-from model import N_SPECIALS
-
 KNOWS = {  # "a predictor that knows only ..."
     "uniform": "the set of classes",
     "unigram": "token frequencies",
@@ -43,8 +41,9 @@ def compute_baselines(model, corpus) -> dict:
     for name, part in model.objectives.items():
         if name in ("mlm", "clm"):
             n_means = 2 if part.cfg.mlm_on == "all" else 1
-            uniform = math.log(config.vocab_size - N_SPECIALS)
-            own = {"uniform": n_means * uniform, "unigram": n_means * unigram_entropy(corpus)}
+            n = config.cls_id  # ordinary tokens: the special ones have the last ids
+            unigram = unigram_entropy(corpus, n)
+            own = {"uniform": n_means * math.log(n), "unigram": n_means * unigram}
         elif name in ("tc", "nsp"):
             own = {"constant": math.log(1 + part.cfg.tc_negatives if name == "tc" else 2)}
         elif name in POSITION_BASELINES:
@@ -69,10 +68,9 @@ def beaten(objective, loss, baselines):
     return min(own.items(), key=lambda pair: pair[1], default=None)
 
 
-def unigram_entropy(corpus):
-    """Nats per token, from the first ten million training tokens, without special tokens."""
-    counts = np.bincount(corpus.train[:10_000_000], minlength=corpus.vocab_size)[:-N_SPECIALS]
-    return entropy(counts)
+def unigram_entropy(corpus, n):
+    """Nats per ordinary token (ids below n), from the first ten million training tokens."""
+    return entropy(np.bincount(corpus.train[:10_000_000])[:n])
 
 
 @functools.cache

@@ -1,147 +1,73 @@
-"""Configuration and errors: dataclass fields become flags, and every error becomes one line."""
+"""Flags and errors: what every program does before and after its work."""
 
 import argparse
 import contextlib
 import dataclasses
+import errno
 import os
 import re
 import sys
-from functools import partial
 
 import torch
 
-PATH = "path"  # as `allowed`: a file or folder, in which ~ is expanded
 
-
-def setting(default, help="", allowed=None):
-    """A dataclass field that is also a command-line flag.
-
-    allowed: the legal values, or an interval such as "[1, 1000]" or "(0, 1)" (ends excluded), or
-    PATH. A field without a help text is not a flag.
-    """
-    return dataclasses.field(default=default, metadata={"help": help, "allowed": allowed})
-
-
-# Flags shared by all programs.
-DEVICE = setting(None, "default: cuda if available, else mps, else cpu", ("cpu", "cuda", "mps"))
-DTYPE = setting(
-    None, "dtype of autocast (default: the device's fastest)", ("float32", "bfloat16", "float16")
-)
-
-
-def validate_config(config):
-    """Raise ValueError, naming what is allowed, if a field of a dataclass is out of range."""
-    for field in dataclasses.fields(config):
-        value, allowed = getattr(config, field.name), field.metadata.get("allowed")
-        if value is None or allowed in (None, PATH):
-            continue
-        if isinstance(allowed, tuple):
-            if value not in allowed:
-                raise ValueError(f"--{field.name} is {value!r}; choose from {', '.join(allowed)}")
-        else:
-            values = value if isinstance(value, (tuple, list)) else [value]
-            if not all(in_interval(x, allowed) for x in values):
-                raise ValueError(f"--{field.name} is {value}; it must be in {allowed}")
-
-
-def in_interval(value, interval):
-    """Whether a number lies in an interval such as "[1, 1000)". NaN lies in none."""
-    low, high = map(float, interval[1:-1].split(","))
-    above = value >= low if interval[0] == "[" else value > low
-    return above and (value <= high if interval[-1] == "]" else value < high)
-
-
-def pick_fields(config_class, args, **override):
-    """Build a configuration from the attributes of a namespace that are fields of its class."""
-    names = [field.name for field in dataclasses.fields(config_class)]
-    return config_class(**{n: getattr(args, n) for n in names if hasattr(args, n)} | override)
-
-
-def defaults(*config_classes):
-    """{flag: default} for all fields that are flags."""
-    found = {}
-    for config_class in config_classes:
-        for field in dataclasses.fields(config_class):
-            if field.metadata.get("help"):
-                found[field.name] = field.default
-    return found
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that gets its flags from dataclasses and reports an error in one line."""
-
-    def __init__(self, command, doc, epilog=None):
-        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
-        super().__init__(
-            usage=f"python {command} [flags]",
-            description=doc,
-            epilog=epilog,
-            formatter_class=formatter,
-            allow_abbrev=False,
-        )
-        for stream in (sys.stdout, sys.stderr):  # file names may contain bytes that are not UTF-8
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="backslashreplace")
-
-    def add_settings(self, title, config_class, preset=()):
-        """Add one flag per field, in a group. A flag that is not given is absent from the
-        namespace, so a preset can override the default."""
-        group = self.add_argument_group(title)
-        for field in dataclasses.fields(config_class):
-            help, allowed = field.metadata.get("help"), field.metadata.get("allowed")
-            if not help:
-                continue
-            kind = getattr(field.type, "__args__", (field.type,))[0]  # int | None -> int
-            options = {"default": argparse.SUPPRESS}
-            if field.type is bool:
-                options["action"] = "store_true"
-            elif kind is bool:
-                options["action"] = argparse.BooleanOptionalAction
-            elif kind is tuple:
-                options |= {"type": float, "nargs": "+"}
-            elif allowed == PATH:
-                options["type"] = os.path.expanduser
-            else:
-                options["type"] = kind
-                options["choices"] = allowed if isinstance(allowed, tuple) else None
-            if field.name in preset:
-                help += " (from the preset)"
-            elif field.default is not None and field.type is not bool:
-                help += f" (default: {field.default})"
-            group.add_argument(f"--{field.name}", help=help.replace("%", "%%"), **options)
-
-    def error(self, message):
-        raise ValueError(message)  # catch_errors prints it
+class UserError(ValueError):
+    """A user's mistake: a path, a file, or flags that do not fit the data. `main` prints the
+    message in one line and exits with code 2. Raise it where the mistake is found; every other
+    exception is a bug, and keeps its traceback."""
 
 
 @contextlib.contextmanager
-def catch_errors(remedy="use a smaller model or batch"):
-    """The one place where errors are caught: `main` runs inside it.
-
-    A ValueError or OSError is the user's mistake: it ends in one line, with exit code 2. Running
-    out of memory ends in one line, with exit code 1. Once the caller sets `status.running`, only
-    OSErrors (a full disk) and RunFailed end in one line, with exit code 1; any other exception is a
-    bug and keeps its traceback.
-    """
-    status = argparse.Namespace(running=False)
+def one_line_errors(remedy="use a smaller model or batch"):
+    """`main` runs inside it. A UserError, an OSError, running out of memory (`remedy`: what to do
+    then) and Ctrl-C end in one line on standard error. No other exception is caught."""
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
     try:
-        yield status
+        yield
     except KeyboardInterrupt:
         leave(130, "interrupted")
-    except RunFailed as error:
-        leave(1, str(error))
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except UserError as error:
+        leave(2, str(error))
+    except OSError as error:  # a full or broken disk, or a wrong path
+        leave(1 if error.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2, str(error))
+    except (RuntimeError, MemoryError) as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate mem" in str(error):
             leave(1, f"out of memory: {remedy}")
-        if isinstance(error, OSError) or isinstance(error, ValueError) and not status.running:
-            leave(1 if status.running else 2, str(error))
         if "by peer" in str(error):  # gloo: another process of this run has ended and printed why
             leave(1)
         raise
+    finally:
+        sys.stdout, sys.stderr = streams
 
 
-class RunFailed(Exception):
-    """A failure during a run (exit code 1), such as a loss that is not finite."""
+class LastingStream:
+    """Standard output or error. If its reader is gone (a closed pipe or terminal), what is printed
+    is lost, and the program continues."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        if hasattr(stream, "reconfigure"):  # file names may contain bytes that are not UTF-8
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text):
+        with self.discarding_what_fails():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with self.discarding_what_fails():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def discarding_what_fails(self):
+        try:
+            yield
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 def leave(code, message=""):
@@ -157,3 +83,64 @@ def leave(code, message=""):
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line, and shows defaults in its help."""
+
+    def __init__(self, command, doc, epilog=None):
+        super().__init__(
+            usage=f"python {command} [flags]",
+            description=doc,
+            epilog=epilog,
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message):
+        raise UserError(message)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=30, width=100)
+
+    def _get_help_string(self, action):
+        shown = action.default not in (None, False, argparse.SUPPRESS)
+        return action.help + " (default: %(default)s)" * shown
+
+
+def between(kind, interval):
+    """A `type` for add_argument: an int or float within an interval such as "[1, 1000]" or
+    "(0, 1)" (ends excluded). NaN lies in none."""
+    low, high = map(float, interval[1:-1].split(","))
+
+    def convert(text):
+        value = kind(text)
+        if not (
+            low < value < high
+            or value == low
+            and interval[0] == "["
+            or value == high
+            and interval[-1] == "]"
+        ):
+            raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
+        return value
+
+    convert.__name__ = kind.__name__  # in argparse's "invalid int value"
+    return convert
+
+
+def add_device_flags(parser):
+    """The flags --device, --dtype and --compile, which several programs have."""
+    flag = parser.add_argument_group("device").add_argument
+    flag("--device", choices=("cpu", "cuda", "mps"), help="default: cuda, else mps, else cpu")
+    dtypes = ("float32", "bfloat16", "float16")
+    flag("--dtype", choices=dtypes, help="dtype of autocast (default: see lib/device.py)")
+    flag("--compile", action=argparse.BooleanOptionalAction, help="torch.compile")
+
+
+def pick_fields(config_class, args, **override):
+    """Build a configuration from the attributes of a namespace that are fields of its class."""
+    names = [field.name for field in dataclasses.fields(config_class)]
+    return config_class(**{n: getattr(args, n) for n in names if hasattr(args, n)} | override)

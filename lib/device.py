@@ -2,18 +2,22 @@
 
 import contextlib
 import ctypes
-import functools
 import os
 import platform
 import re
-import resource  # peak memory of a process
-import shutil
 import subprocess
 import sys
-import time
+import warnings
 from pathlib import Path
 
 import torch
+
+from lib.config import UserError
+
+try:
+    import resource  # peak memory of a process
+except ImportError:  # Windows
+    resource = None
 
 
 def processor_name(device_type):
@@ -26,7 +30,7 @@ def processor_name(device_type):
 
 
 def pick_device(name=None):
-    """-> the torch.device of this process. Raises ValueError if it is missing or unsupported."""
+    """-> the torch.device of this process. Raises UserError if it is missing or unsupported."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -35,42 +39,30 @@ def pick_device(name=None):
     names = [kind for kind in available if available[kind]]
     name = name or names[0]
     if name not in names:
-        raise ValueError(f"--device {name}: not available; choose from {', '.join(names)}")
+        raise UserError(f"--device {name}: not available; choose from {', '.join(names)}")
     if name != "cuda":
         return torch.device(name)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     n_gpus = torch.cuda.device_count()
     if device.index >= n_gpus:
-        raise ValueError(f"there are {n_gpus} GPUs: use --nproc_per_node {n_gpus} at most")
+        raise UserError(f"there are {n_gpus} GPUs: use --nproc_per_node {n_gpus} at most")
     torch.cuda.set_device(device)
     # cuDNN's attention can return NaN for q's gradient with some masks (pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    major, minor = torch.cuda.get_device_capability()
-    if not has_kernels(major, minor, torch.cuda.get_arch_list()):
-        raise ValueError(
-            f"this torch ({torch.__version__}) has no kernels for {torch.cuda.get_device_name()} "
-            f"(sm_{major}{minor}); for a V100: pip install --force-reinstall 'torch>=2.10,<2.14' "
-            "--index-url https://download.pytorch.org/whl/cu126"
-        )
+    try:
+        torch.zeros(1, device=device) + 1
+    except torch.AcceleratorError as error:
+        raise UserError(
+            f"this torch ({torch.__version__}) does not run on {torch.cuda.get_device_name()} "
+            f"({str(error).splitlines()[0]}); for a V100: pip install --force-reinstall "
+            "'torch>=2.10,<2.14' --index-url https://download.pytorch.org/whl/cu126"
+        ) from None
     return device
 
 
-def has_kernels(major, minor, arch_list):
-    """Whether a torch built for arch_list (torch.cuda.get_arch_list()) runs on this capability.
-
-    Machine code (sm_80) runs on the same major version from its minor version on, PTX (compute_90)
-    on everything newer.
-    """
-    built = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(arch_list))
-    for kind, *version in built:
-        a, b = map(int, version)
-        if (a, b) <= (major, minor) and (a == major or kind == "compute"):
-            return True
-    return not built  # ROCm uses other names
-
-
 def pick_dtype(device, name=None):
-    """-> (dtype of autocast, why it was chosen). float32 means no autocast."""
+    """-> (dtype of autocast, why it was chosen). float32 means no autocast. It depends on the
+    hardware alone, so that a command has the same precision every time and in every process."""
     if name:
         return getattr(torch, name), "--dtype"
     if device.type == "cuda":
@@ -78,31 +70,14 @@ def pick_dtype(device, name=None):
             return torch.bfloat16, "native from sm_80 on"
         return torch.float16, "no native bf16 before sm_80; with a gradient scaler"
     if device.type == "cpu":
-        if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
-            speedup = bf16_speedup()
-            if speedup >= 1.2:  # the other operations gain nothing from bf16
-                return torch.bfloat16, f"bf16 matmuls are {speedup:.1f} times as fast here"
-        return torch.float32, "bf16 is not faster on this CPU"
+        # The other operations gain nothing from bf16, so the matmuls must gain much. avx512_bf16 is
+        # not enough on Intel: without AMX, bf16 takes twice as long there.
+        if torch.cpu._is_amx_tile_supported():
+            return torch.bfloat16, "this CPU has AMX"
+        if torch.cpu._is_avx512_bf16_supported() and processor_name("cpu").startswith("AMD"):
+            return torch.bfloat16, "this CPU is AMD's and has avx512_bf16"
+        return torch.float32, "this CPU has neither AMX nor AMD's avx512_bf16"
     return torch.float32, "the default on this device"
-
-
-@functools.cache
-def bf16_speedup():
-    """How many times as fast a matmul is in bf16 as in float32 on this CPU.
-
-    Having bf16 instructions is not enough: on some Xeons (avx512_bf16 without AMX) bf16 takes twice
-    as long. Both are timed in turn, at least six times and for 50 ms; the best times are compared.
-    """
-    times = {torch.float32: [], torch.bfloat16: []}
-    n = round(384 * torch.get_num_threads() ** (1 / 3))  # about a millisecond per thread
-    start = time.perf_counter()
-    while len(times[torch.bfloat16]) < 6 or time.perf_counter() - start < 0.05:
-        for dtype, seconds in times.items():
-            a = torch.ones(n, n, dtype=dtype)
-            began = time.perf_counter()
-            a @ a
-            seconds.append(time.perf_counter() - began)
-    return min(times[torch.float32]) / min(times[torch.bfloat16])
 
 
 def autocast(device, dtype):
@@ -113,12 +88,22 @@ def autocast(device, dtype):
 
 
 def can_compile(device):
-    """Whether torch.compile has what it needs: Triton and a C compiler (GPU), or a C++ compiler."""
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
+    """Whether torch.compile works on this device. If not, because there is no compiler, no Python.h
+    or a /tmp that forbids execution, prints one line that says why."""
 
-        return has_triton() and shutil.which(os.environ.get("CC", "gcc")) is not None
-    return any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
+    def double(x):
+        return 2 * x
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.compile(double)(torch.ones(8, device=device))
+        return True
+    except Exception as error:  # from a compiler, the linker, the loader, Triton, ...
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        reason = next((line for line in lines if "error: " in line), lines[0])
+        print(f"torch.compile does not work here, so nothing is compiled ({reason})")
+        return False
 
 
 def keep_memory():
@@ -136,27 +121,22 @@ def keep_memory():
                 libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
-# Peak dense 16-bit FLOP/s from the data sheets. The first name that matches is used.
-# fmt: off
-PEAK_FLOPS = {"Laptop": None, "Ti": None, "4090 D": None, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-              "V100 PCIE": 112e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
-              "4090": 165e12, "3090": 71e12, "V100": 125e12, "A10": 125e12, "L4": 121e12,
-              "T4": 65e12}
-# fmt: on
+# Peak dense 16-bit FLOP/s from the data sheets (of the SXM cards).
+PEAK_FLOPS = {"V100-SXM": 125e12, "A100": 312e12, "H100 80GB HBM3": 989e12}
 
 
 def peak_flops(device):
     """Peak FLOP/s of the device, or None if unknown (then MFU is not printed)."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for key, flops in PEAK_FLOPS.items():
-        if re.search(rf"\b{key}\b", name.replace("-", " ")):
-            return flops
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
 
 
 def peak_memory_mb(device):
-    """Peak memory of this process in MiB."""
+    """Peak memory of this process in MiB; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    if resource is None:
+        return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

@@ -1,13 +1,16 @@
 """Files: atomic writes, checked reads, locks, checkpoints."""
 
 import contextlib
-import fcntl  # file locks
+import errno
 import json
 import os
 import shutil
 from pathlib import Path
 
+import filelock  # comes with torch and datasets
 import torch
+
+from lib.config import UserError
 
 
 @contextlib.contextmanager
@@ -19,10 +22,27 @@ def atomic_write(file):
         with open(temporary, "wb") as handle:
             yield handle
             handle.flush()
-            os.fsync(handle.fileno())
+            sync(handle)
         os.replace(temporary, file)
+    except OSError as error:
+        raise named(error, file) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(handle):
+    """fsync, where the file system has it."""
+    try:
+        os.fsync(handle.fileno())
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        print(f"{handle.name}: this file system cannot sync files; a power cut may damage it")
+
+
+def named(error, file):
+    """-> the OSError with its file (writing to an open file raises one without)."""
+    return OSError(error.errno, error.strerror or str(error), str(file))
 
 
 def write_json(file, value):
@@ -31,16 +51,18 @@ def write_json(file, value):
 
 
 def write_checkpoint(file, state):
-    """torch.save, atomically. Raises OSError."""
+    """torch.save, atomically. A symbolic link is written through. Raises OSError."""
     try:
-        with atomic_write(file) as handle:
+        with atomic_write(os.path.realpath(file)) as handle:
             torch.save(state, handle)
     except (OSError, RuntimeError) as error:  # a full disk; torch may raise a RuntimeError
         raise OSError(f"{file} cannot be written: {error}") from None
 
 
 def hardlink(file, target):
-    """Replace target by a hard link to file, or by a copy if the file system has no links."""
+    """Replace target (or what it links to) by a hard link to file, or by a copy if the file system
+    has no links."""
+    target = os.path.realpath(target)
     temporary = Path(f"{target}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -50,74 +72,96 @@ def hardlink(file, target):
     os.replace(temporary, target)
 
 
+def append_jsonl(file, row):
+    """Append an object as a line of its own, even if a crash has cut the last line short."""
+    line = json.dumps(row).encode() + b"\n"
+    try:
+        with open(file, "a+b") as handle:
+            if handle.tell():
+                handle.seek(-1, os.SEEK_END)
+                if handle.read(1) != b"\n":
+                    line = b"\n" + line
+            handle.write(line)
+    except OSError as error:
+        raise named(error, file) from None
+
+
+def read_jsonl(file):
+    """-> the objects of a JSON-lines file. A line that is none, because a crash cut it short, is
+    skipped, and this is printed."""
+    rows, n_skipped = [], 0
+    if Path(file).exists():
+        for line in Path(file).read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                n_skipped += 1
+    if n_skipped:
+        print(f"{file}: skipped {n_skipped} damaged lines")
+    return rows
+
+
 def read_json(file, **types):
-    """-> the object in a JSON file. Raises ValueError if one of the named keys is missing or has
+    """-> the object in a JSON file. Raises UserError if one of the named keys is missing or has
     another type."""
     try:
         value = json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except ValueError as error:  # not UTF-8, or not JSON
-        raise ValueError(f"{file} is damaged ({error})") from None
+        raise UserError(f"{file} is damaged ({error})") from None
     for key, kind in types.items():
         if not isinstance(value, dict) or not isinstance(value.get(key), kind):
-            raise ValueError(f"{file} is damaged (it has no {key} of type {kind.__name__})")
+            raise UserError(f"{file} is damaged (it has no {key} of type {kind.__name__})")
     return value
-
-
-def read_jsonl(file):
-    """-> the objects of a JSON-lines file, skipping a line that a crash cut short."""
-    rows = []
-    if Path(file).exists():
-        for line in Path(file).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 @contextlib.contextmanager
 def lock(folder, doing="training", name=".lock", wait=False):
-    """Hold an exclusive lock on a folder for the length of the block.
-
-    If another process holds it, raise ValueError, or with `wait` wait for it.
-    """
-    with open(Path(folder, name), "w") as handle:
-        busy = f"another process is {doing} in {folder}"
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise ValueError(f"{busy}: wait for it, or use another --out_dir") from None
-            print(f"{busy}: waiting for it", flush=True)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:  # some network file systems have no locks
-            print(f"no lock on {folder} ({error}): do not start a second run there")
+    """Hold an exclusive lock on a folder for the length of the block. If another process holds it,
+    wait for it, or without `wait` raise UserError."""
+    file = filelock.FileLock(Path(folder, name))
+    busy = f"another process is {doing} in {folder}"
+    try:
+        file.acquire(blocking=False)
+    except filelock.Timeout:
+        if not wait:
+            raise UserError(f"{busy}: wait for it, or use another --out_dir") from None
+        print(f"{busy}: waiting for it", flush=True)
+        file.acquire()
+    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+        print(f"no lock on {folder} ({error}): do not start a second run there")
+    try:
         yield
+    finally:
+        file.release()
 
 
 def read_checkpoint(path) -> dict:
-    """A run folder or a checkpoint file -> its dictionary, with the weights on the CPU.
-
-    Raises ValueError or FileNotFoundError.
-    """
+    """A run folder or a checkpoint file -> its dictionary, with the weights on the CPU. Raises
+    UserError."""
     file = Path(path).expanduser()
     if file.is_dir():
         file /= "ckpt.pt"
     if not file.exists():
-        raise FileNotFoundError(f"no checkpoint at {file}")
+        raise UserError(f"no checkpoint at {file}")
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a truncated archive, another kind of file, refused code
         kind = type(error).__name__
-        raise ValueError(f"{file} is not a readable checkpoint ({kind})") from None
+        raise UserError(f"{file} is not a readable checkpoint ({kind})") from None
     if not isinstance(checkpoint, dict) or not {"config", "model", "tokenizer"} <= set(checkpoint):
-        raise ValueError(f"{file} is not a checkpoint of this project")
+        raise UserError(f"{file} is not a checkpoint of this project")
     return checkpoint
 
 
 def newest_run():
-    """-> the folder of the newest checkpoint under out/. Raises FileNotFoundError."""
+    """-> the folder of the newest checkpoint under out/. Raises UserError."""
     file = max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default=None)
     if file is None:
-        raise FileNotFoundError(
+        raise UserError(
             "no checkpoint under out/: pre-train a model first (python train.py), "
             "or give one with --ckpt"
         )

@@ -1,6 +1,7 @@
 """GLUE: its tasks, the official files, the same rows from the hub, and its metrics."""
 
 import csv
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas  # comes with datasets
 
+from lib.config import UserError
 from lib.sources import check_hub
 
 # --------------------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ def read_tsv(task, file, is_test=False):
 
     The files are tab-separated, without quoting, with or without a BOM. A row that does not have
     as many columns as the header is skipped, because its texts may be shifted (QQP's train.tsv has
-    a few); more than one in 1,000, or one in a test file, is an error. Raises ValueError with file
+    a few); more than one in 1,000, or one in a test file, is an error. Raises UserError with file
     and line.
     """
     rows, bad = [], []  # bad: line numbers
@@ -59,36 +61,38 @@ def read_tsv(task, file, is_test=False):
             label = columns[0] if is_test and columns else task.label
             missing = [name for name in (*task.texts, label) if columns and name not in columns]
             if missing:
-                raise ValueError(f"no column {', '.join(missing)}, only {', '.join(columns)}")
+                raise UserError(
+                    f"{file}: no column {', '.join(missing)}, only {', '.join(columns)}"
+                )
             for row in reader:
                 if None in row or None in row.values():  # too many columns, or too few
                     bad.append(reader.line_num)
                     continue
-                texts = tuple(row[name] for name in task.texts)
-                rows.append((texts, int(row[label]) if is_test else read_label(task, row[label])))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}, after line {reader.line_num}: {error}") from None
-        except (csv.Error, ValueError) as error:
-            raise ValueError(f"{file}, line {reader.line_num}: {error}") from None
+                value = read_label(task, row[label], is_test)
+                if value is None:
+                    legal = "an index" if is_test else " or ".join(task.classes) or "in [0, 5]"
+                    where = f"{file}, line {reader.line_num}"
+                    raise UserError(f"{where}: {label} {row[label]!r} is not {legal}")
+                rows.append((tuple(row[name] for name in task.texts), value))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{file}, after line {reader.line_num}: {error}") from None
     if bad and (is_test or len(bad) > len(rows) / 1000):
-        raise ValueError(f"{file}, line {bad[0]}: not {len(columns)} columns")
+        raise UserError(f"{file}, line {bad[0]}: not {len(columns)} columns")
     if bad:
         print(f"{file}: skipped {len(bad)} rows that do not have {len(columns)} columns")
     if not rows:
-        raise ValueError(f"{file} has no rows")
+        raise UserError(f"{file} has no rows")
     return rows
 
 
-def read_label(task, text):
-    """The label column of an official file -> class index, or a score between 0 and 5. Raises
-    ValueError."""
+def read_label(task, text, is_test):
+    """The label column of an official file -> class index, a score between 0 and 5, or in a test
+    file the row's index; None if it is something else."""
+    if is_test:
+        return int(text) if text.isdecimal() else None
     if task.kind == "score":
-        if not 0 <= float(text) <= 5:  # NaN too
-            raise ValueError(f"score {text} is not between 0 and 5")
-        return float(text)
-    if text not in task.classes:
-        raise ValueError(f"label {text!r} is not one of {', '.join(task.classes)}")
-    return task.classes.index(text)
+        return float(text) if re.fullmatch(r"[0-4](\.\d*)?|5(\.0*)?", text) else None
+    return task.classes.index(text) if text in task.classes else None
 
 
 def read_hub(task, name, split):
@@ -101,7 +105,7 @@ def read_hub(task, name, split):
 
 
 def load_from_hub(repo, config, split):
-    """-> the rows of a hub data set, as dictionaries. Raises ValueError if they cannot be
+    """-> the rows of a hub data set, as dictionaries. Raises UserError if they cannot be
     fetched."""
     import datasets
 
@@ -109,7 +113,7 @@ def load_from_hub(repo, config, split):
     try:
         return datasets.load_dataset(repo, config, split=split)
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"cannot fetch {repo} ({config}) from the hub ({type(error).__name__}): give a folder "
             "with the official files (--data_dir), or use --task docs, which needs no network"
         ) from None
@@ -207,27 +211,36 @@ def paper_averages(scores):
     return averages
 
 
-def read_split(task, name, data_dir, split):
-    """'train', 'dev' or 'test', from the official files in data_dir or, if that is None, from the
-    hub -> {name in the results, or of the file to submit: rows}.
+def find_files(task, name, data_dir, split):
+    """'train', 'dev' or 'test' -> {name in the results, or of the file to submit: the official file
+    in data_dir, or if that is None the split on the hub}.
 
-    A missing file is reported in one line, unless it is the training file or the first one to
-    score. Raises ValueError, OSError.
+    A missing file is reported in one line. Raises UserError if it is the training file or the first
+    one to score.
     """
     found, is_test = {}, split == "test"
     for key, part in {"train": {"": "train"}, "dev": task.dev, "test": task.test}[split].items():
         key = key or task.folder if is_test else name + key
-        if data_dir is None:
-            found[key] = task.read_hub(task, name, part)
-            continue
-        path = Path(data_dir, task.folder, task.file(part))
+        path = Path(data_dir or "", task.folder, task.file(part))
         if task.kind == "span" and not path.exists():
-            path = Path(data_dir, task.file(part))  # SQuAD's files may be in data_dir itself
-        if path.exists():
-            found[key] = task.read(task, path, is_test)
+            path = Path(data_dir or "", task.file(part))  # SQuAD's files may be in data_dir itself
+        if data_dir is None:
+            found[key] = part
+        elif path.exists():
+            found[key] = path
         elif is_test or found:
             print(f"{key}: {path} does not exist, left out")
         else:
             files = ", ".join(map(task.file, ("train", *task.dev.values())))
-            raise FileNotFoundError(f"{path} does not exist; the files of {name} are {files}")
+            raise UserError(f"{path} does not exist; the files of {name} are {files}")
     return found
+
+
+def read_split(task, name, data_dir, split):
+    """The rows of find_files, under the same names. Raises UserError, OSError."""
+    return {
+        key: task.read_hub(task, name, x)
+        if data_dir is None
+        else task.read(task, x, split == "test")
+        for key, x in find_files(task, name, data_dir, split).items()
+    }

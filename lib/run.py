@@ -6,10 +6,13 @@ import json
 import os
 import shlex
 import signal
+import threading
 from pathlib import Path
 
 from lib.baselines import KNOWS, beaten
+from lib.config import UserError
 from lib.files import (
+    append_jsonl,
     atomic_write,
     hardlink,
     lock,
@@ -18,12 +21,13 @@ from lib.files import (
     write_checkpoint,
     write_json,
 )
+from lib.weights import load_strict
 
 
 class RunFolder:
     """ckpt.pt, config.json, tokenizer.json and log.jsonl of a run.
 
-    Raises ValueError if the folder holds a checkpoint and `resume` is not given. `checkpoint` is
+    Raises UserError if the folder holds a checkpoint and `resume` is not given. `checkpoint` is
     what to resume from, or None.
     """
 
@@ -31,7 +35,7 @@ class RunFolder:
         self.path, self.checkpoint = Path(path), None
         if (self.path / "ckpt.pt").exists():
             if not resume:
-                raise ValueError(
+                raise UserError(
                     f"{path} already holds a run: resume it with --resume, or choose another "
                     "--out_dir"
                 )
@@ -39,9 +43,14 @@ class RunFolder:
         elif resume:
             print(f"--resume: there is no checkpoint in {path}, so this run starts at step 0")
 
-    def check_identity(self, identity):
-        """Raise ValueError if the arguments that determine the result differ from those of the
-        checkpoint."""
+    def dtype(self, device):
+        """The name of the dtype with which the run began on this kind of device, or None."""
+        kind, dtype = self.checkpoint["precision"] if self.checkpoint else (None, None)
+        return dtype if kind == device.type else None
+
+    def load(self, identity, model, optimizer, scaler):
+        """Load the state of the checkpoint -> its step. Raises UserError if `identity`, the
+        dictionary of what determines the result, differs from the checkpoint's."""
         then = self.checkpoint["identity"]
         differ = [
             f"{key} was {then.get(key)}, is {value}"
@@ -49,10 +58,16 @@ class RunFolder:
             if then.get(key) != value
         ]
         if differ:
-            raise ValueError(
-                f"{self.path} holds another run: {'; '.join(differ)}; use the same flags, or "
-                "another --out_dir"
+            raise UserError(
+                f"{self.path} holds another run: {'; '.join(differ)}; use the same flags and text, "
+                "or another --out_dir"
             )
+        load_strict(model, self.checkpoint["model"], self.path)
+        optimizer.load_state_dict(self.checkpoint["optimizer"])
+        if self.checkpoint["scaler"]:  # empty unless it was fp16
+            scaler.load_state_dict(self.checkpoint["scaler"])
+        self.checkpoint = {"step": self.checkpoint["step"]}  # frees the memory of the rest
+        return self.checkpoint["step"]
 
     @contextlib.contextmanager
     def open(self, run_info, tokenizer):
@@ -70,8 +85,7 @@ class RunFolder:
             yield
 
     def log(self, row):
-        with open(self.path / "log.jsonl", "a") as handle:
-            handle.write(json.dumps(row) + "\n")
+        append_jsonl(self.path / "log.jsonl", row)
 
     def save(self, state, keep=False):
         """Replace ckpt.pt; keep: also as ckpt_<step>.pt, which is written first, since a resumed
@@ -84,36 +98,35 @@ class RunFolder:
             write_checkpoint(self.path / "ckpt.pt", state)
 
 
+def broken(bad, scaler):
+    """Whether training cannot go on. bad () bool: some step had a loss or gradient that is not
+    finite. With fp16 that is normal at first: the scaler skips such a step and halves its scale,
+    and training cannot go on once the scale is below 1. (A CPU-GPU sync.)"""
+    return scaler.get_scale() < 1 if scaler.is_enabled() else bool(bad)
+
+
 @contextlib.contextmanager
 def catch_signals():
-    """-> a dictionary whose `number` is set once SIGTERM or SIGINT arrives, so that a run can save
-    and stop after its step; a second signal exits at once."""
-    received = {"number": None}
+    """-> a dictionary whose `number` is set once SIGINT, SIGTERM or SIGHUP (a closed terminal)
+    arrives, so that a run can save and stop after its step; a second SIGINT or SIGTERM exits at
+    once. Signals that are ignored (nohup) stay ignored. Only the main thread can do this."""
+    received, previous = {"number": None}, {}
 
     def handler(number, frame):
-        if received["number"]:
+        if received["number"] and number in (signal.SIGINT, signal.SIGTERM):
             os._exit(128 + number)
         received["number"] = number
 
-    previous = {n: signal.signal(n, handler) for n in (signal.SIGTERM, signal.SIGINT)}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
     try:
         yield received
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
-
-
-def command_line(flags):
-    """{flag: value} -> the command of train.py that gives these flags."""
-    words = ["python", "train.py"]
-    for name, value in flags.items():
-        if value is False:
-            words.append(f"--no-{name}")
-        else:
-            values = value if isinstance(value, (tuple, list)) else [value]
-            words.append(f"--{name}")
-            words += [str(x) for x in values if x is not True]
-    return shlex.join(words)
 
 
 def format_row(row, names, steps, baselines):
@@ -134,11 +147,21 @@ def format_row(row, names, steps, baselines):
     return text
 
 
-def print_baselines(baselines):
-    if baselines:  # a user-defined objective may have none
+def print_start(run_info, model, sequences, epochs, reason, lines):
+    """What a run is. sequences: per step; reason: why its dtype was chosen; lines: more to say."""
+    args, (device, dtype) = run_info["args"], run_info["precision"]
+    n_parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"{args['pe']}, {args['objective']}: {n_parameters / 1e6:.2f} M parameters; "
+        f"{args['steps']:,} steps of {sequences} sequences of {args['block_size']} tokens, "
+        f"{epochs:.1f} epochs"
+    )
+    print(f"{device}, {dtype} ({reason})")
+    if run_info["baselines"]:  # a user-defined objective may have none
         print("baselines (loss in nats of a predictor that knows only ...):")
-    for name, value in baselines.items():
+    for name, value in run_info["baselines"].items():
         print(f"  {name:16}{value:6.3f}  {KNOWS[name.rpartition('.')[2]]}")
+    print(*lines, sep="\n", flush=True)
 
 
 def print_summary(folder, row, names, baselines, seconds):

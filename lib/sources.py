@@ -6,14 +6,12 @@ Every source gives documents as an iterator of strings, so a corpus is never in 
 import ast
 import bz2
 import csv
-import functools
 import glob
 import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-import io
 import itertools
 import json
 import lzma
@@ -26,10 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from lib.config import UserError
+
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
 BOOKS_ROWS = 1000  # mirrors of BookCorpus have one sentence per row: this many make a document
 TEXT_CHUNK = 100_000  # a document of a text file is cut at about this many characters
-BAD_SHARE = 1 / 1000  # a file with a larger share of characters that are not text is refused
 
 
 class Part(NamedTuple):
@@ -50,16 +49,16 @@ class Source(NamedTuple):
 def find_source(dataset, text_column, books_dataset) -> Source:
     """dataset: docs, wikibooks, a file, a glob of files, or the name[:config] of a hub data set.
 
-    Raises ValueError, OSError.
+    Raises UserError, OSError.
     """
     if dataset == "docs":
         return docs_source()
     if files := list_files(dataset):
         return files_source(files, text_column)
-    if os.path.isdir(os.path.expanduser(dataset)):
-        raise ValueError(f"--dataset {dataset} is a folder: name its files, '{dataset}/*.jsonl'")
+    if os.path.isdir(dataset):
+        raise UserError(f"--dataset {dataset} is a folder: name its files, '{dataset}/*.jsonl'")
     if any(file_kind(dataset)) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
-        raise FileNotFoundError(
+        raise UserError(
             f"no file with text in it matches {dataset!r}; --dataset takes docs, wikibooks, "
             "'path/*.jsonl', a prepared folder or the name of a hub data set"
         )
@@ -89,15 +88,22 @@ def docs_source():
 def docs_documents():
     """-> {text: library}: about 12 MB of English from the docstrings of the installed packages.
     The files are parsed, never imported."""
-    library_of = {}
+    library_of, skipped = {}, []
     for library, folder in docs_folders().items():
         for file in sorted(folder.rglob("*.py")):
             folders = file.relative_to(folder).parts[:-1]
             if {"tests", "test", "idlelib", "site-packages", "dist-packages"} & set(folders):
                 continue
-            for text in docstrings(file):
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                skipped.append(str(file))  # a dangling link, a template, a very deep expression
+                continue
+            for text in docstrings(tree):
                 if len(text) >= 100:
                     library_of.setdefault(text, library)
+    if skipped:
+        print(f"docs: skipped {len(skipped)} files that cannot be parsed, such as {skipped[0]}")
     from pydoc_data.topics import topics  # Python's language reference
 
     for text in topics.values():
@@ -117,13 +123,9 @@ def docs_versions():
     return {"python": platform.python_version(), **versions}
 
 
-def docstrings(file):
+def docstrings(tree):
     """The docstrings of a source file, and the texts that it passes to add_docstr, with which torch
     documents its C functions."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # a template, or a test of invalid syntax
-        return
     for node in ast.walk(tree):
         texts = []
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -137,37 +139,30 @@ def docstrings(file):
 # --------------------------------------------------------------------------------------------------
 # Local files
 
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-# Byte-order marks; UTF-32's begins like UTF-16's, so it comes first.
-BOMS = {b"\xff\xfe\0\0": "utf-32", b"\0\0\xfe\xff": "utf-32"}
-BOMS |= {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
-NOT_UTF8 = re.compile("[\udc80-\udcff]")  # bytes that surrogateescape could not decode
-NOT_TEXT = re.compile("[\0\udc80-\udcff]")  # NULs too: UTF-16 without a mark is legal UTF-8
-
-print_once = functools.cache(print)  # files are read twice, for the tokenizer and for the tokens
-
 
 def list_files(pattern):
     """A file name or a glob pattern -> sorted list of the files that it matches, without
     duplicates, hidden files and empty files."""
-    pattern = os.path.expanduser(pattern)
-    names = [pattern]  # a file's own name may contain brackets, or begin with a dot
+    names = [pattern]  # a file's or a folder's own name may contain brackets
     if not os.path.isfile(pattern):
-        names = glob.glob(pattern, recursive=True)
-        names = [name for name in names if not os.path.basename(name).startswith(".")]
+        folder = next((path for path in Path(pattern).parents if path.is_dir()), Path())
+        rest = str(Path(pattern).relative_to(folder))
+        names = [str(folder / name) for name in glob.glob(rest, root_dir=folder, recursive=True)]
     names = [name for name in names if os.path.isfile(name) and os.path.getsize(name)]
     return sorted({os.path.realpath(name): name for name in names}.values())
 
 
 def files_source(files, text_column):
-    """Local files -> Source, identified by their paths, sizes and modification times."""
-    stats = [(os.path.realpath(f), os.path.getsize(f), os.stat(f).st_mtime_ns) for f in files]
-    digest = short_hash([stats, text_column])
-    parts = []
-    for file, (_, size, _) in zip(files, stats):
+    """Local files -> Source, identified by their paths, sizes and times. (If one is replaced by a
+    file of the same size and modification time, its ctime is another.)"""
+    stats, parts = [], []
+    for file in files:
+        stat = os.stat(file)
+        stats.append((os.path.realpath(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
         kind, compression = file_kind(file)
         ratio = 3.5 if compression or kind == ".parquet" else 1  # compression ratio of English text
-        parts.append(Part(partial(file_documents, file, text_column), ratio * size))
+        parts.append(Part(partial(file_documents, file, text_column), ratio * stat.st_size))
+    digest = short_hash([stats, text_column])
     names = [os.path.basename(file) for file in files]
     about = {"files": names, "text_column": text_column, "hash": digest}
     return Source(f"files-{digest}", about, lambda: parts)
@@ -183,58 +178,48 @@ def file_kind(name):
 
 
 def file_documents(file, text_column):
-    """Yield the texts of a local file, None for a row without text. Raises ValueError."""
-    kind, compression = file_kind(file)
-    if not kind:
+    """The texts of a local file, None for a row without text. Raises UserError."""
+    if not file_kind(file)[0]:
         known = ", ".join([*READERS, *OPENERS])
-        raise ValueError(f"{file}: unknown kind of file; known endings are {known}")
-    n = n_bad = 0
-    with OPENERS.get(compression, open)(file, "rb") as handle:
-        for text in column(READERS[kind](handle), text_column, file):
-            n += len(text or "")
-            n_bad += len(NOT_TEXT.findall(text or ""))
-            if n_bad > BAD_SHARE * n + 100:  # no need to read the rest
-                break
-            yield text and NOT_UTF8.sub("\ufffd", text)
-    if n_bad > BAD_SHARE * n:
-        raise ValueError(
-            f"{file}: {n_bad / n:.1%} of its characters are not UTF-8 text; convert the file, for "
-            "example with iconv -f latin1 -t utf-8"
-        )
-    if n_bad:
-        print_once(f"{file}: {n_bad:,} of {n:,} characters are not UTF-8 text")
+        raise UserError(f"{file}: unknown kind of file; known endings are {known}")
+    return column(readable(file_rows(file, text_column), file), text_column, file)
 
 
-def decode(handle, newline=None):
-    """A binary handle -> a text handle: UTF-8 unless a byte-order mark says otherwise."""
-    start = handle.read(4)
-    handle.seek(0)
-    encoding = next((name for bom, name in BOMS.items() if start.startswith(bom)), "utf-8-sig")
-    return io.TextIOWrapper(handle, encoding, "surrogateescape", newline)
+def file_rows(file, text_column):
+    """Yield the rows of a local file: dictionaries, or the documents of a text file."""
+    kind, compression = file_kind(file)
+    if kind == ".parquet":
+        import pyarrow.parquet  # comes with datasets
+
+        parquet = pyarrow.parquet.ParquetFile(file)
+        columns = [text_column] if text_column in parquet.schema_arrow.names else None
+        for batch in parquet.iter_batches(1000, columns=columns):
+            yield from batch.to_pylist()
+    else:
+        with OPENERS.get(compression, open)(file, "rt", encoding="utf-8-sig") as lines:
+            yield from READERS[kind](lines)
 
 
-def text_rows(handle):
+def text_rows(lines):
     """Documents of a plain text file: they are separated by empty lines, and cut if longer than
     TEXT_CHUNK."""
     document = ""
-    for line in iter(partial(decode(handle).readline, TEXT_CHUNK), ""):
+    for line in iter(partial(lines.readline, TEXT_CHUNK), ""):
         if len(document) >= TEXT_CHUNK or not line.strip():
-            yield document
+            if document.strip():
+                yield document
             document = ""
         document += line
-    yield document
+    if document.strip():
+        yield document
 
 
-def json_rows(handle):
+def json_rows(lines):
     """One row per line, or one list of rows."""
-    handle = decode(handle)
-    is_list = handle.read(1000).lstrip().startswith("[")
-    handle.seek(0)
-    if is_list:
-        yield from json.load(handle)
-        return
-    for number, line in enumerate(handle, 1):
-        if line.strip():
+    for number, line in enumerate(lines, 1):
+        if number == 1 and line.lstrip().startswith("["):
+            yield from json.loads(line + "".join(lines))
+        elif line.strip():
             try:
                 row = json.loads(line)
             except ValueError as error:
@@ -242,54 +227,51 @@ def json_rows(handle):
             yield row
 
 
-def csv_rows(handle):
+def csv_rows(lines):
     """Rows of a CSV file with a header. The parser is strict, because a lenient one lets a stray
     quote swallow the rows after it."""
-    reader, line = csv.DictReader(decode(handle, newline=""), strict=True), 1
+    csv.field_size_limit(2**31 - 1)  # a document may be longer than the default of 131,072
+    rows = csv.DictReader(lines, strict=True)
     try:
-        columns = reader.fieldnames or []
-        line = reader.line_num + 1
-        for row in reader:
+        for row in rows:
             if None in row or None in row.values():
-                raise ValueError(f"not {len(columns)} columns")
+                raise csv.Error(f"not {len(rows.fieldnames)} columns")
             yield row
-            line = reader.line_num + 1  # where the next row begins
-    except (csv.Error, ValueError) as error:
-        raise ValueError(f"line {line}: {error} (is a quote missing?)") from None
+    except csv.Error as error:
+        raise ValueError(f"near line {rows.line_num}: {error} (is a quote missing?)") from None
 
 
-def parquet_rows(handle):
-    import pyarrow.parquet  # comes with datasets
-
-    for batch in pyarrow.parquet.ParquetFile(handle).iter_batches(1000):
-        yield from batch.to_pylist()
-
-
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 READERS = {
     ".txt": text_rows,
     ".md": text_rows,
     ".json": json_rows,
     ".jsonl": json_rows,
     ".csv": csv_rows,
-    ".parquet": parquet_rows,
+    ".parquet": None,
 }
-csv.field_size_limit(2**31 - 1)  # a document may be longer than the default of 131,072 characters
+
+
+def readable(rows, name):
+    """Pass rows on. If a parser, a decompressor or the hub raises one of its many kinds of errors,
+    raise a UserError that begins with `name`."""
+    try:
+        yield from rows
+    except Exception as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{name} cannot be read: {reason}") from None
 
 
 def column(rows, name, where):
     """Yield the texts of one column, None for a row without text; a row may also be a text itself.
-    Raises ValueError, beginning with `where`, if the rows cannot be read or have no such column."""
-    try:
-        first = list(itertools.islice(rows, 100))
-        if first and all(isinstance(row, dict) and name not in row for row in first):
-            columns = ", ".join(map(str, first[0]))
-            raise ValueError(f"no column {name!r}, only {columns}: name one with --text_column")
-        for row in itertools.chain(first, rows):
-            text = row.get(name) if isinstance(row, dict) else row
-            has_text = isinstance(text, str) and (text.strip() or isinstance(row, str))
-            yield text if has_text else None
-    except Exception as error:  # parsers, decompressors and the hub raise many kinds of errors
-        raise ValueError(f"{where} cannot be read: {error or type(error).__name__}") from None
+    Raises UserError if there is no such column."""
+    first = list(itertools.islice(rows, 100))
+    if first and all(isinstance(row, dict) and name not in row for row in first):
+        columns = ", ".join(map(str, first[0]))
+        raise UserError(f"{where}: no column {name!r}, only {columns}: name one with --text_column")
+    for row in itertools.chain(first, rows):
+        text = row.get(name) if isinstance(row, dict) else row
+        yield text if isinstance(text, str) and text.strip() else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -309,14 +291,14 @@ def hub_source(dataset, text_column, books_dataset):
 
 
 def hub_part(name, config, rows_per_document, text_column):
-    """A streamed data set -> Part. Prints what will be downloaded. Raises ValueError."""
+    """A streamed data set -> Part. Prints what will be downloaded. Raises UserError."""
     from datasets import load_dataset, load_dataset_builder
 
+    check_hub()
     try:
-        check_hub()
         info = load_dataset_builder(name, config).info
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"cannot open the hub data set {name!r} ({type(error).__name__}): check its name and "
             "the network. --dataset docs needs no network, --dataset 'path/*.jsonl' takes files"
         ) from None
@@ -328,7 +310,7 @@ def hub_part(name, config, rows_per_document, text_column):
 
     def documents():
         rows = load_dataset(name, config, split="train", streaming=True)
-        texts = column(iter(rows), text_column, name)
+        texts = column(readable(rows, name), text_column, name)
         if rows_per_document == 1:
             return texts
         texts = filter(None, texts)

@@ -10,10 +10,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lib.config import UserError
 from lib.files import read_json
 from lib.glue import Task, load_from_hub
 
-# BERT's values.
+# BERT's values. What differs from its script (run_squad.py) otherwise: an answer is cut out of the
+# context by characters (BERT's is whole words, trimmed afterwards); spans are chosen among all that
+# are short enough (BERT's have one of the 20 best first and one of the 20 best last tokens); the
+# stride is a third of the length (BERT's is 128, a third of Wang 2021's 384); of an answer in the
+# training data, every token that overlaps it counts (BERT searches for the best word pieces);
+# questions whose answer is not at answer_start are refused, not skipped.
 N_BEST = 20  # candidate answers per window and per question
 MAX_ANSWER = 30  # tokens of an answer
 MAX_QUESTION = 64  # tokens of a question
@@ -33,6 +39,7 @@ class Window(NamedTuple):
     context: str  # the whole context
     spans: np.ndarray  # (n, 2) start and end in the context, in characters, of each of its tokens
     offset: int  # index of the first of them in the sequence
+    starts: np.ndarray  # (n,) bool: may an answer start here? (in the window with most context)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -40,7 +47,7 @@ class Window(NamedTuple):
 
 
 def read_squad(task, file, is_test=False):
-    """SQuAD's JSON, v1.1 or v2.0 -> [Question]. Raises ValueError.
+    """SQuAD's JSON, v1.1 or v2.0 -> [Question]. Raises UserError.
 
     Only a question marked `is_impossible` is unanswerable. One that merely has no answers is from a
     test file (golds None) and must not be scored.
@@ -55,7 +62,7 @@ def read_squad(task, file, is_test=False):
                     golds = [answer["text"] for answer in answers]
                     starts = [answer["answer_start"] for answer in answers]
                     if not all(map(context.startswith, golds, starts)):
-                        raise ValueError(
+                        raise UserError(
                             f"{file}, question {q['id']}: the context has no such answer at "
                             "answer_start"
                         )
@@ -64,9 +71,9 @@ def read_squad(task, file, is_test=False):
                     questions.append(Question((q["question"], context), golds, starts, q["id"]))
     except (AttributeError, KeyError, TypeError) as error:
         kind = type(error).__name__
-        raise ValueError(f"{file} is damaged or not in SQuAD's format ({kind}: {error})") from None
+        raise UserError(f"{file} is damaged or not in SQuAD's format ({kind}: {error})") from None
     if not questions:
-        raise ValueError(f"{file} has no questions")
+        raise UserError(f"{file} has no questions")
     return questions
 
 
@@ -117,13 +124,25 @@ def windows(index, question, tokenizer, cfg, length):
     start, size = (question.starts[0], len(question.golds[0])) if question.golds else (0, 0)
     in_answer = (spans[:, 1] > start) & (spans[:, 0] < start + size)
     stride = min(length // 3, room)
-    for first in range(0, max(1, len(context) - room + stride), stride):  # to the context's end
+    firsts = range(0, max(1, len(context) - room + stride), stride)  # to the context's end
+    best = most_context(firsts, room, len(context))
+    for number, first in enumerate(firsts):
         part = slice(first, first + room)
         inside = np.flatnonzero(in_answer[part]) + offset
         complete = 0 < in_answer.sum() == len(inside)
         label = tuple(inside[[0, -1]].tolist()) if complete else (0, 0)
         ids = [cfg.cls_id, *q, cfg.sep_id, *context[part], cfg.sep_id]
-        yield (ids, label), Window(index, text, spans[part], offset)
+        yield (ids, label), Window(index, text, spans[part], offset, best[part] == number)
+
+
+def most_context(firsts, room, n):
+    """Windows of at most `room` of n tokens, which begin at `firsts` -> (n,) for each token the
+    number of the window in which it has most context: on its poorer side, then in all (BERT)."""
+    first = np.array(firsts)[:, None]  # (windows, 1)
+    end = np.minimum(first + room, n)
+    left, right = np.arange(n) - first, end - 1 - np.arange(n)  # (windows, n)
+    context = np.minimum(left, right)
+    return np.where(context < 0, -1, context + 0.01 * (end - first)).argmax(0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,11 +172,15 @@ def rank_answers(outputs, windows, with_null):
         for out, window in group:
             null_scores.append(float(out[:, 0].sum()))
             first, last = out[:, window.offset : window.offset + len(window.spans)]
-            for score, i, j in n_best(first, last):
+            for score, i, j in n_best(np.where(window.starts, first, -np.inf), last):
                 # Decoding the ids could lose a part of a character; the context has all of them.
-                text = window.context[window.spans[i, 0] : window.spans[j, 1]]
-                candidates.append((score, text.strip()))
-        candidates = sorted(candidates, key=itemgetter(0), reverse=True)[:N_BEST]
+                text = window.context[window.spans[i, 0] : window.spans[j, 1]].strip()
+                if score > -np.inf and text:
+                    candidates.append((score, text))
+        best = {}  # each text once
+        for score, text in sorted(candidates, key=itemgetter(0), reverse=True):
+            best.setdefault(text, score)
+        candidates = [(score, text) for text, score in best.items()][:N_BEST]
         if with_null or not candidates:  # an empty context has no candidates
             candidates.append((min(null_scores), ""))
         ranked.append(sorted(candidates, key=itemgetter(0), reverse=True))
@@ -175,24 +198,22 @@ def normalize_answer(text):
 
 
 def answer_f1(gold, text):
-    """F1 over the words of two normalized answers; 1 if both are empty (as in the official script
-    of v2.0)."""
+    """F1 over the words of two normalized answers; 0 if they have none in common."""
     gold, text = gold.split(), text.split()
-    if gold == text:
-        return 1.0
     common = Counter(gold) & Counter(text)
-    return 2 * common.total() / (len(gold) + len(text))
+    return 2 * common.total() / max(1, len(gold) + len(text))
 
 
-def best_over_golds(score):
+def best_over_golds(score, is_v2=False):
     """-> metric(labels, predictions): lists of lists of gold answers (empty: no answer) and of
-    texts. The best score over a question's golds counts; the mean over questions is returned."""
+    texts. The best score over a question's golds counts; the mean over questions is returned.
+    v2.0 leaves out golds that normalize to nothing, such as "The"."""
 
     def metric(labels, predictions):
         scores = []
-        for golds, text in zip(labels, predictions):
-            golds = [gold for gold in map(normalize_answer, golds) if gold] or [""]
-            scores.append(max(score(gold, normalize_answer(text)) for gold in golds))
+        for golds, text in zip(labels, map(normalize_answer, predictions)):
+            golds = [gold for gold in map(normalize_answer, golds) if gold or not is_v2]
+            scores.append(max(score(gold, text) for gold in golds) if golds else text == "")
         return np.mean(scores)
 
     return metric
@@ -209,4 +230,8 @@ SQUAD = Task(
     read=read_squad,
     read_hub=read_hub,
 )
-SQUAD_V2 = SQUAD._replace(extension="-v2.0.json", repo="rajpurkar/squad_v2")
+SQUAD_V2 = SQUAD._replace(
+    metrics={"em": best_over_golds(eq, True), "f1": best_over_golds(answer_f1, True)},
+    extension="-v2.0.json",
+    repo="rajpurkar/squad_v2",
+)

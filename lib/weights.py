@@ -4,14 +4,16 @@ from dataclasses import asdict
 
 import torch
 
+from lib.config import UserError
+
 
 def load_strict(module, weights, path):
-    """load_state_dict, with a one-line ValueError if keys or shapes do not match."""
+    """load_state_dict, with a one-line UserError if keys or shapes do not match."""
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
         reason = " ".join(str(error).split()).partition(": ")[2]
-        raise ValueError(f"{path} does not fit this model: {reason:.300}") from None
+        raise UserError(f"{path} does not fit this model: {reason:.300}") from None
 
 
 def warm_start(module, checkpoint, path) -> dict:
@@ -22,7 +24,7 @@ def warm_start(module, checkpoint, path) -> dict:
     replaces the scheme of a trained model). With a larger max_len, tables keep their trained rows
     and get new ones (Wang 2021 trains at length 128, then at 512).
     -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}: parameter names.
-    Raises ValueError if the encoders differ in anything else.
+    Raises UserError if the encoders differ in anything else.
     """
     given, own = checkpoint["model"], module.state_dict()
     old, new = checkpoint["config"], asdict(module.encoder.config)
@@ -31,13 +33,13 @@ def warm_start(module, checkpoint, path) -> dict:
         f"{key} is {old[key]} there, {new[key]} here" for key in fixed if old[key] != new[key]
     ]
     if differ:
-        raise ValueError(
+        raise UserError(
             f"{path}: {', '.join(differ)}; only the positional scheme, the objective and a larger "
             "--block_size may differ"
         )
     old_len, added = old["max_len"], new["max_len"] - old["max_len"]
     if added < 0:
-        raise ValueError(
+        raise UserError(
             f"{path} was trained on sequences of {old_len} tokens: --block_size must be at least "
             f"{old_len}, not {new['max_len']}"
         )

@@ -20,7 +20,7 @@ from tqdm import tqdm  # comes with datasets
 
 import data
 import train
-from lib.config import Parser, catch_errors
+from lib.config import Parser, UserError, one_line_errors
 from lib.device import autocast, keep_memory, pick_device, pick_dtype, processor_name
 from lib.files import read_json, write_json
 from tools.hf import SIZES, transformers
@@ -29,7 +29,7 @@ FILE = Path(__file__).with_name("bench-race.json")
 WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
 POINTS = 20  # of a model's curve
 # The flags of train.py that may be given: those that a row records, and where to run.
-FLAGS = {*"preset seed lr dtype batch_size block_size mask_rate cache device".split()}
+FLAGS = "preset seed lr dtype batch_size block_size mask_rate cache device".split()
 # transformers' classes, as their users would set them. RoBERTa adds positions at the input, MPNet
 # also adds T5's bias, and DeBERTa-v3 uses relative positions.
 PEERS = {
@@ -74,7 +74,8 @@ def build(name, args, vocab_size):
     """'ours tupe_r' or a class of transformers -> a model with train.py's interface."""
     ours = name.removeprefix("ours ")
     pe = "none" if name in PEERS else ours
-    model = train.build_model(argparse.Namespace(**{**vars(args), "pe": pe}), vocab_size)
+    args = argparse.Namespace(**{**vars(args), "pe": pe})
+    model = train.build_model(args, vocab_size, tokenizer=None)
     return Peer(name, model) if name in PEERS else model
 
 
@@ -176,18 +177,18 @@ def race(minutes, schemes, args):
 def main(argv=None):
     parser = Parser("-m results.race", __doc__)
     parser.add_argument("minutes", type=float, help="minutes of training for each model")
-    parser.add_argument("--pe", default="abs,tupe_r", help="schemes (default: abs,tupe_r)")
-    with catch_errors() as status:
+    parser.add_argument("--pe", default="abs,tupe_r", help="schemes")
+    with one_line_errors():
         given, more = parser.parse_known_args(argv)
         if transformers is None:
-            raise ValueError("this needs transformers: pip install -r requirements-dev.txt")
+            raise UserError("this needs transformers: pip install -r requirements-dev.txt")
         args = train.parse_args(more)
-        if unknown := args.given.keys() - FLAGS:
-            raise ValueError(f"--{min(unknown)} is not one of --{', --'.join(sorted(FLAGS))}")
+        for word in more:
+            if word.startswith("--") and word[2:].partition("=")[0] not in FLAGS:
+                raise UserError(f"{word} is not one of --{', --'.join(FLAGS)}")
         args.device = pick_device(args.device)
         args.dtype = pick_dtype(args.device, args.dtype)[0]
         keep_memory()
-        status.running = True
         race(given.minutes, given.pe.split(","), args)
 
 

@@ -4,8 +4,8 @@
     python -m results.run first              # train twelve schemes and compare with our losses
     python -m results.run pplm               # run what a table lacks; the same command resumes
     python -m results.run pplm-3e-3          # one run, all seeds (pplm-3e-3-s1: one seed)
-    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU; first
-                                             # prints how many hours it takes
+    python -m results.run rpp-table-1        # a paper's table at its size, on one GPU (README.md
+                                             # in this folder: how many hours)
 
 Some tables need text to train on, GLUE, or minimal pairs:
 
@@ -21,7 +21,6 @@ is appended to runs.jsonl. The last row of a name counts; to make a row again, d
 its folder. Other flags (--cache, --dtype, ...) are passed to train.py.
 """
 
-import json
 import os
 import re
 import shlex
@@ -29,17 +28,15 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 import finetune
 import train
-from lib.config import Parser, RunFailed, catch_errors, pick_fields
+from lib.config import Parser, UserError, leave, one_line_errors
 from lib.device import processor_name
-from lib.files import read_json, read_jsonl, write_json
-from model import Encoder, EncoderConfig
+from lib.files import append_jsonl, read_json, read_jsonl, write_json
 from results.show import (
     PLATEAU,
     draw,
@@ -55,14 +52,14 @@ HERE = Path(__file__).parent
 ROWS = HERE / "runs.jsonl"
 OUT = Path("out/results")
 SEEDS = (1337, 1, 2, 3, 4)
-WEB = {"schemes", "recipe", "lengths", "taco", "objectives", "glue", "lab"}  # trained on $TEXT
+WEB = {"schemes", "recipe", "lengths", "taco", "objectives", "glue", "lab"}  # on $TEXT
 PAPERS = {"rpp-table-1", "tupe-figure-4", "taco-table-1", "wang-table-3"}
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
 ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
-# fmt: off
-GLUE_ROWS = {"mnli": 393e3, "qqp": 364e3, "qnli": 105e3, "sst2": 67e3, "cola": 8.6e3, "stsb": 5.7e3,
-             "mrpc": 3.7e3, "rte": 2.5e3, "wnli": 635}
-# fmt: on
+
+
+class CommandFailed(Exception):
+    """A command of a run has failed; the other runs may still succeed."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -105,7 +102,7 @@ def find(name):
     for table, runs in TABLES.items():
         if name in runs:
             return table, runs[name][0]
-    raise ValueError(f"no run {name} in results/tables.txt")
+    raise UserError(f"no run {name} in results/tables.txt")
 
 
 def fine_tunings(tuned, steps):
@@ -146,23 +143,6 @@ def commands(table, name, root=OUT):
     return parts
 
 
-def hours(table, name):
-    """-> hours of pre-training and of fine-tuning on a V100 at 30% of 112 TFLOP/s, by the FLOPs per
-    token of train.py (without heads); a row that is fine-tuned on counts as 64 tokens."""
-    flags, tuned = TABLES[table][name]
-    args = train.parse_args(shlex.split(flags))
-    cfg = pick_fields(EncoderConfig, args, max_len=args.block_size)
-    with torch.device("meta"):  # no memory
-        cost = train.flops_per_token(SimpleNamespace(encoder=Encoder(cfg)))
-    tokens = args.steps * args.grad_accum * args.batch_size * args.block_size
-    rows = 0
-    for task, given, _, _ in fine_tunings(tuned, args.steps):
-        given = finetune.parse_args(["--task", task, *shlex.split(given)])
-        chosen = finetune.settings(given, task, vars(cfg))
-        rows += GLUE_ROWS[task] * chosen.epochs * len(chosen.lr) * given.seeds
-    return np.array([tokens, 64.0 * rows]) * cost / (0.3 * 112e12) / 3600
-
-
 # --------------------------------------------------------------------------------------------------
 # Running it
 
@@ -173,7 +153,7 @@ def all_rows():
 
 def call(command, folder):
     """Run a command with this Python; its output is appended to the folder's run.log. Raises
-    RunFailed."""
+    CommandFailed."""
     print(command, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     command = command.replace("python", shlex.quote(sys.executable), 1)
@@ -183,7 +163,7 @@ def call(command, folder):
         raise KeyboardInterrupt
     if code:
         why = (folder / "run.log").read_text().strip().rpartition("\n")[2]
-        raise RunFailed(f"{folder.name} ended with {code}: {why}")
+        raise CommandFailed(f"{folder.name} ended with {code}: {why}")
 
 
 def run_parts(folder, parts):
@@ -223,9 +203,7 @@ def make_row(table, name, more):
     train_run(name, more)
     parts.pop("train", None)
     run_parts(OUT / name, parts)
-    row = {"run": name, "commands": there | every} | collect(OUT / name)
-    with open(ROWS, "a") as handle:
-        handle.write(json.dumps(row) + "\n")
+    append_jsonl(ROWS, {"run": name, "commands": there | every} | collect(OUT / name))
 
 
 def curve(lines, *keys):
@@ -318,9 +296,8 @@ def run_first(more):
 
 
 def check_data(wanted):
-    """Print which tasks are left out, and how long a paper's table takes. wanted: (table, run)
-    pairs. Raises ValueError if an environment variable is missing."""
-    of_papers = [pair for pair in wanted if pair[0] in PAPERS]
+    """Print which tasks are left out. wanted: (table, run) pairs. Raises UserError if an
+    environment variable is missing."""
     needed = {"TEXT": any(find(name)[0] in WEB for _, name in wanted), "GLUE": False}
     tasks = set()
     for table, name in wanted:
@@ -330,30 +307,19 @@ def check_data(wanted):
                 needed["GLUE"] |= table not in PAPERS  # theirs may come from the hub
     for variable in needed:
         if needed[variable] and variable not in os.environ:
-            raise ValueError(f"this needs ${variable}: see python -m results.run --help")
+            raise UserError(f"this needs ${variable}: see python -m results.run --help")
     glue = os.environ.get("GLUE")
     for task in sorted(tasks):
         folder = finetune.TASKS[task].folder
         if glue and not Path(glue, folder).exists():
             print(f"{task}: no {folder} in $GLUE, left out")
-    total = np.zeros(2)
-    for pair in of_papers:
-        each = hours(*pair)
-        total += each
-        print(f"{pair[1]:24} {each[0]:8.1f} + {each[1]:6.1f} hours")
-    if of_papers:
-        print(
-            f"{total[0]:,.0f} hours of pre-training and {total[1]:,.0f} of fine-tuning on a V100 "
-            "at 30% of its peak, heads not counted; small models, whose kernels are short, take "
-            "longer"
-        )
 
 
 def main(argv=None):
     parser = Parser("-m results.run", __doc__)
     parser.add_argument("names", nargs="*", help=f"first, {', '.join(TABLES)}, or runs of these")
     parser.add_argument("--draw", action="store_true", help="draw the figures of docs/figures")
-    with catch_errors() as status:
+    with one_line_errors():
         args, more = parser.parse_known_args(argv)
         more = "".join(f" {shlex.quote(flag)}" for flag in more)
         asked, wanted, known = {*args.names}, [], {"first"}
@@ -364,14 +330,13 @@ def main(argv=None):
                     known |= called
         if asked - known:
             unknown = ", ".join(sorted(asked - known))
-            raise ValueError(f"no table or run {unknown}: see python -m results.run --help")
+            raise UserError(f"no table or run {unknown}: see python -m results.run --help")
         check_data(wanted)
-        status.running = True
         failed = []
         for table, name in wanted:
             try:
                 make_row(table, name, more)
-            except RunFailed as error:  # continue with the other runs
+            except CommandFailed as error:  # continue with the other runs
                 failed.append(str(error))
                 print(f"failed: {error}", flush=True)
         if "first" in asked:
@@ -381,7 +346,7 @@ def main(argv=None):
             if not asked or table in {table for table, _ in wanted}:
                 show(table, runs, rows)
         if failed:
-            raise RunFailed(f"{len(failed)} runs failed; the last one: {failed[-1]}")
+            leave(1, f"{len(failed)} runs failed; the last one: {failed[-1]}")
         if args.draw:
             draw(HERE.parent / "docs" / "figures", TABLES, rows)
 

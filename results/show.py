@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 
-from finetune import RECIPES, FinetuneConfig
+from finetune import RECIPES
 from lib.files import read_json
 from lib.glue import paper_averages
 from tools.probe import draw_terms, print_table
@@ -126,7 +126,7 @@ def join_seeds(values):
 def scores(rows, recipe, share=""):
     """-> {metric: "median (min - max); the next pre-training seed's"} of models that were
     fine-tuned after this share of the steps."""
-    middle = getattr(statistics, RECIPES[recipe or FinetuneConfig.recipe]["aggregate"])
+    middle = getattr(statistics, RECIPES[recipe or "electra"]["aggregate"])
     found, first = {}, {}
     for key in dict.fromkeys(key for row in rows for key in row["scores"]):
         metric, _, at = key.partition(" at ")

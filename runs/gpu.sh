@@ -49,7 +49,7 @@ python train.py --pe tupe_r --objective mlm+pplm --pos_rate .15 --preset rpp $mo
 python -m tools.probe --ckpt out/wikibooks-rpp-tupe_r-mlm+pplm-s1337
 python finetune.py --task rte --ckpt out/wikibooks-rpp-tupe_r-mlm+pplm-s1337 --seeds 5
 
-# 7. RPP's table 1, days: it first prints how many hours of a V100 each row takes.
+# 7. RPP's table 1, days: see results/README.md.
 if [ -z "${STEPS:-}" ]; then
     python -m results.run rpp-table-1
 fi

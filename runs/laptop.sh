@@ -38,7 +38,7 @@ python -m tools.probe --pe t5,rope,alibi
 # 6. A task, some minutes each: which library is a docstring from? A trained model, the same model untrained, a bag of words.
 python finetune.py --task docs --ckpt $both $tune
 python finetune.py --task docs --ckpt scratch $tune
-python finetune.py --task docs --ckpt bow ${STEPS:+--limit_train 64}
+python -m tools.bow --task docs ${STEPS:+--limit_train 64}
 
 # 7. A page that runs the models in a browser, seconds: open out/page.html.
 python -m tools.page $both out/docs-demo-abs-mlm-s1337 out/page.html

@@ -27,11 +27,12 @@ from typing import NamedTuple
 
 import torch
 
-from lib.config import Parser, catch_errors, leave
+from lib.config import Parser, UserError, leave, one_line_errors
 from lib.files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = "*.py *.md *.txt pyproject.toml lib/*.py teach/naive.py tests/conftest.py".split()
+CORE = "*.py *.md *.txt pyproject.toml lib/*.py".split()
+CORE += "teach/__init__.py teach/naive.py tests/__init__.py tests/conftest.py".split()
 TIMEOUT = 300  # seconds for the tests of one exercise
 
 
@@ -52,7 +53,7 @@ EXERCISES = {
         "Vaswani 2017 eq 1",
         "x (B, L, C) -> (B, L, C). self.heads(x) gives q, k, v (B, H, L, D). scheme.terms(q, k, "
         "pos, self.layer, bias) gives q, k and what is added to scheme.scale * q_i . k_j, which "
-        "may be None. The softmax over j is A; in training, apply dropout(A, self.attn_dropout, "
+        "may be None. The softmax over j is A; apply F.dropout(A, self.attn_dropout, "
         "self.training). The output of a head is A v, plus scheme.values(A, pos, self.layer) if "
         "scheme.has_values. Concatenate the heads and apply self.out.",
         "attention_equals_triple_loop and (none or abs or t5 or rope) or causal_and_pad",
@@ -82,8 +83,8 @@ EXERCISES = {
         "model.py",
         ["Rotary.edit_qk", "Rotary.rotate"],
         "Su 2021 eq 34",
-        "q, k (B, H, L, D) -> the same shapes. self.w.value (D/2,) holds the frequencies, pos.ids "
-        "(1 or B, L) the positions. Components 2n and 2n+1 are a point in a plane, rotated by the "
+        "q, k (B, H, L, D) -> the same shapes. frequencies(D, q) gives w (D/2,); pos.ids (1 or B, "
+        "L) holds the positions. Components 2n and 2n+1 are a point in a plane, rotated by the "
         "angle position * w_n. edit_qk computes sines and cosines; rotate rotates one tensor.",
         "attention_equals_triple_loop and rope",
     ),
@@ -93,9 +94,10 @@ EXERCISES = {
         ["offset_scores", "offset_values"],
         "Shaw 2018 eq 3, 4",
         "a is (R, D), one row per offset. offset_scores: q_i . a_r -> (B, H, L, L), without a "
-        "scale. offset_values: sum_j A_ij a_r -> (B, H, L, D). pos.offset_rows holds the row of "
-        "each pair; gather_offsets and sum_by_offset convert between (..., L, R) and (..., L, L), "
-        "so that a tensor (L, L, D) is never needed.",
+        "scale; for deberta, a is (H, R, D). offset_values: sum_j A_ij a_r -> (B, H, L, D). "
+        "pos.offset_rows (1 or B, L, L) holds the row of each pair. Never build a tensor "
+        "(L, L, D): compute q_i . a_r for all R rows, of which `gather` picks one per pair; "
+        "`scatter_add` sums A by row.",
         "attention_equals_triple_loop and (rel or rsin or rlsin)",
     ),
     "mlm": Exercise(
@@ -103,9 +105,9 @@ EXERCISES = {
         "objectives.py",
         ["MLM.corrupt"],
         "BERT sec 3.1",
-        "select(eligible, rate, generator, starts) gives slots and valid (B, k). starts (B, "
-        "L) is True where a word begins; it is None if self.starts is None. self.starts[0] (V,) "
-        "says which tokens begin a word, self.starts[1] after which tokens one begins. 80% of the "
+        "select(eligible, rate, generator, starts) gives slots and valid (B, k). starts: "
+        "begins_word(tokens, self.in_word) of the original tokens if self.cfg.whole_word, "
+        "otherwise None. 80% of the "
         "valid slots show self.mask_id, 10% a random ordinary token (an id below "
         "vocab_size - N_SPECIALS), 10% the original one; slots that are not valid keep theirs. "
         "Draw from the generator. mlm_target is the original token, mlm_weight is valid, and "
@@ -115,7 +117,7 @@ EXERCISES = {
     "pplm": Exercise(
         15,
         "objectives.py",
-        ["PositionObjective.assign", "PositionObjective.corrupt"],
+        ["PPLM.corrupt", "PPLM.assign"],
         "RPP sec 3.1",
         "corrupt: select(eligible, rate, generator) gives slots and valid (B, k); batch['pos'] is "
         "(B, L), the true positions except at the slots. assign: the valid slots of a sequence get "
@@ -126,15 +128,15 @@ EXERCISES = {
     "pair_loss": Exercise(
         25,
         "objectives.py",
-        ["PositionObjective.loss"],
+        ["PPLM.loss"],
         "RPP sec 3.1",
         "-> loss (), and {'accuracy': share of correct pairs}, or {} in training. Among the inner "
         "n = L - 2 tokens, score all ordered pairs i != j of eligible tokens that "
         "self.scored(pairs, i_moved, j_moved) keeps; moved: the token's position batch['pos'] is "
         "not the true one. Their class is self.label(true, assigned), of the offsets j - i. "
-        "self.head.scores(encoder, hidden, batch['positions']) gives s (B, n, n, H). self.sums("
-        "s, label, weight) sums loss and correct pairs; it may be called once for all pairs (the "
-        "original calls it in chunks, to limit memory).",
+        "self.head.scores(encoder, batch['states'], batch['positions']) gives s (B, n, n, H). "
+        "self.sums(s, label, weight) sums loss and correct pairs; it may be called once for all "
+        "pairs (the original calls it in chunks, to limit memory).",
         "pair_losses_equal",
     ),
     "contrastive": Exercise(
@@ -188,10 +190,10 @@ def copy_files(folder, *patterns):
 
 def make_copy(name, folder):
     """Write the project without the methods of an exercise to a new folder, which appears only when
-    it is complete. Raises ValueError, OSError."""
+    it is complete. Raises UserError, OSError."""
     exercise = find_exercise(name)
     if folder.exists():
-        raise ValueError(f"{folder} exists already: give another folder, or delete it")
+        raise UserError(f"{folder} exists already: give another folder, or delete it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as temporary:
         unfinished = Path(temporary, folder.name)
@@ -233,13 +235,13 @@ def blank(source, name, comment):
 
 
 def grade(folder):
-    """-> the exercise's name and the result of `check`. Raises ValueError, OSError."""
+    """-> the exercise's name and the result of `check`. Raises UserError, OSError."""
     if not (folder / "exercise.json").is_file():
-        raise ValueError(f"{folder} was not made by python -m teach.exercises NAME")
+        raise UserError(f"{folder} was not made by python -m teach.exercises NAME")
     name = read_json(folder / "exercise.json", exercise=str)["exercise"]
     exercise = find_exercise(name)
     if importlib.util.find_spec("pytest") is None:
-        raise ValueError("grading needs pytest: pip install -r requirements-dev.txt")
+        raise UserError("grading needs pytest: pip install -r requirements-dev.txt")
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         copy_files(temporary, *CORE, "teach/exercises.py")
@@ -247,14 +249,12 @@ def grade(folder):
         code = f"from teach.exercises import check; check({name!r}, {str(ROOT)!r})"
         command = [sys.executable, "-W", "ignore", "-c", code]
         try:
-            run = subprocess.run(
-                command, cwd=temporary, capture_output=True, text=True, timeout=TIMEOUT
-            )
+            run = subprocess.run(command, cwd=temporary, capture_output=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             message = f"not finished after {TIMEOUT} s: an infinite loop?"
             return name, {"passed": 0, "total": 0, "message": message}
         if not (temporary / "result.json").exists():
-            raise ValueError(f"the tests did not run: {run.stderr[-300:]}")
+            raise UserError(f"the tests did not run: {run.stderr[-300:].decode(errors='replace')}")
         return name, read_json(temporary / "result.json")
 
 
@@ -345,7 +345,7 @@ def load_module(file):
 
 def find_exercise(name):
     if name not in EXERCISES:
-        raise ValueError(f"unknown exercise {name!r}; choose from {', '.join(EXERCISES)}")
+        raise UserError(f"unknown exercise {name!r}; choose from {', '.join(EXERCISES)}")
     return EXERCISES[name]
 
 
@@ -365,14 +365,14 @@ def print_grade(name, result):
 
 
 def main(argv=None):
-    with catch_errors():
+    with one_line_errors():
         parser = Parser("-m teach.exercises", __doc__)
         parser.add_argument("name", nargs="?", help="copy the project for this exercise")
         parser.add_argument("folder", nargs="?", help="of the copy (default: exercises/NAME)")
         parser.add_argument("--grade", metavar="FOLDER", help="run the tests on this copy")
         args = parser.parse_args(argv)
         if args.grade and args.name:
-            raise ValueError("give a NAME or --grade FOLDER, not both")
+            raise UserError("give a NAME or --grade FOLDER, not both")
         if args.grade:
             return print_grade(*grade(Path(args.grade).expanduser()))
         if args.name is None:

@@ -7,17 +7,21 @@ appear in another order. So the model has to be given each token's position. Thi
 way of doing so that model.py implements; model.py computes the same logits for all pairs at once.
 
 Notation, for one head of one layer: q_i is the query of token i, k_j the key of token j, v_j its
-value; each is a vector of D numbers. pos[i] is the position assigned to token i, or MASKED if an
-objective hides it, and r = pos[j] - pos[i] is the offset of a pair. w holds the learned weights of
-a scheme, as this head of this layer uses them:
+value; each is a vector of D numbers. pos[i] is the position assigned to token i, or MASKED (one
+training task hides positions), and r = pos[j] - pos[i] is the offset of a pair. w holds the learned
+weights of a scheme, as this head of this layer uses them:
 
-    w.p          a vector per position; the last one is for masked positions
-    w.a          a vector per offset: row r + 64, with r clipped to +-64; the last one is for pairs
-                 with a masked position
+    w.p          a vector (C,) per position; the last one is for masked positions
+    w.a          a vector per offset, (D,) or for deberta and tupe_r_factored (C,): row r + 64, with
+                 r clipped to +-64; the last one is for pairs with a masked position
     w.b          a number per bucket of offsets; the last one is for pairs with a masked position
-    w.U_Q, w.U_K matrices that project w.p (TUPE, bert_ad) or w.a (deberta)
-    w.theta      two numbers for [CLS]: the first for its row, the second for its column
+    w.U_Q, w.U_K matrices (C, D) that project w.p (TUPE, bert_ad) or w.a (deberta); so do w.F_Q and
+                 w.F_K in tupe_r_factored
+    w.theta      two numbers for [CLS]: the first for its row, the second for its column (TUPE
+                 computes them from two vectors)
+    w.M          a number per pair of positions (tupe_a_free)
     w.w          the frequencies of sin and lsin
+    w.slope      a number, and w.masked another for pairs with a masked position (alibi)
 
 RPP is the paper on relative position prediction (Brüel-Gabrielsson & Scarvelis 2022), TUPE is Ke
 et al. (2021), and Wang 2021 is "On Position Embeddings in BERT".
@@ -95,13 +99,15 @@ def positional_logit(name, w, pos_i, pos_j, r, masked, D):
     return v
 
 
-def attend(scheme, q, k, v, pos, w, pad):
+def attend(scheme, q, k, v, pos, w, pad, kept=None):
     """One attention head: y_i = sum_j A_ij v_j, where A_i is the softmax of s_i over all tokens
-    that are not padding. q, k, v (L, D), pos and pad lists of length L -> (L, D)."""
+    that are not padding. q, k, v (L, D), pos and pad lists of length L -> (L, D). kept (L, L): what
+    dropout multiplies A by in training, 0 or 1 / (1 - p)."""
     L, y = len(q), []
     for i in range(L):
         keys = [j for j in range(L) if not pad[j]]
         A = torch.stack([logit(scheme, q, k, i, j, pos, w) for j in keys]).softmax(0)
+        A = A if kept is None else A * kept[i, keys]
         y_i = 0.0
         for A_ij, j in zip(A, keys):
             y_i = y_i + A_ij * v[j]

@@ -112,6 +112,7 @@ def one_line(capsys, function, *args, code=2):
 
 
 def refuses(message, function, *args, **settings):
-    """function must raise an error that lib.config.catch_errors prints as one line."""
+    """function must raise a UserError or OSError, which main prints as one line, or a
+    configuration's ValueError, which the parser reports."""
     with pytest.raises((ValueError, OSError), match=message):
         function(*args, **settings)

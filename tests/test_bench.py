@@ -1,7 +1,6 @@
 """tools/bench.py: what is measured, and what it is compared with."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ def test_speed_is_relative_to_the_reference(tmp_path, monkeypatch):
     is the reference's time over a row's time."""
     pytest.importorskip("transformers")
 
-    def make_step(v):  # instead of training, steps take fixed times
+    def make_step(v, args):  # instead of training, steps take fixed times
         return lambda: 2 if v.peer else 4 if v.pe == "rel" or v.objective == "pplm" else 1
 
     def rows(flags):
@@ -24,7 +23,7 @@ def test_speed_is_relative_to_the_reference(tmp_path, monkeypatch):
         return [(row["name"], row["pe"], row["objective"], row["speed"]) for row in found]
 
     monkeypatch.setattr(bench, "make_step", make_step)
-    monkeypatch.setattr(bench, "peak_memory", lambda v: 1.0)
+    monkeypatch.setattr(bench, "peak_memory", lambda v, args: 1.0)
     monkeypatch.setattr(bench, "can_compile", lambda device: True)
     ours = ("ours eager", "abs", "mlm", 1)
     assert rows("--pe rel,abs") == [ours, ("ours eager", "rel", "mlm", 0.25)]
@@ -38,12 +37,15 @@ def test_the_peers_step_and_masking(monkeypatch):
     """A step updates every matrix of the peer, which has our size except for one more position and
     one token type; 15% of the tokens are scored: 80% [MASK], 10% random, 10% unchanged."""
     pytest.importorskip("transformers")
-    v = bench.BenchConfig(batch_size=2, block_size=16, device="cpu", dtype="float32", peer="hf")
-    ours, (model, cfg, args) = bench.build(replace(v, peer=None))[0], bench.build(v)
+    flags = bench.parse_args("--batch_size 2 --block_size 16".split())
+    flags.device, flags.dtype = torch.device("cpu"), torch.float32
+    v = bench.Variant("abs", "mlm", False)
+    ours, _, _ = bench.build(v, flags)
+    model, cfg, run = bench.build(v._replace(peer="hf"), flags)
     before = [p.clone() for p in model.parameters()]
     assert sum(p.numel() for p in before) - sum(p.numel() for p in ours.parameters()) == 2 * 128
-    monkeypatch.setattr(bench, "build", lambda v: (model, cfg, args))
-    assert bench.make_step(v)() > 0 and model.training
+    monkeypatch.setattr(bench, "build", lambda v, args: (model, cfg, run))
+    assert bench.make_step(v._replace(peer="hf"), flags)() > 0 and model.training
     assert all((p != old).any() for p, old in zip(model.parameters(), before) if p.dim() > 1)
     tokens = torch.randint(4, cfg.cls_id, (500, 200))
     tokens[:, 0] = cfg.cls_id

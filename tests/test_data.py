@@ -1,4 +1,4 @@
-"""data.py and lib/sources.py beyond test_all.py: sources, unusual text, prepared folders."""
+"""data.py, lib/sources.py, lib/bpe.py beyond test_all.py: sources, odd text, prepared folders."""
 
 import gzip
 import json
@@ -13,28 +13,34 @@ import pandas
 import pytest
 
 import data
-from lib import sources
+from lib import bpe, sources
 from lib.sources import Part
 from test_all import documents_in, encoding_of
 from tests.conftest import WORDS, one_line, refuses, write_corpus
 
 
 def test_file_formats_give_the_same_documents(tmp_path):
-    """All formats, compressions and encodings with a byte-order mark give the same texts."""
+    """All formats and compressions give the same texts, also in a folder with brackets in its name.
+    Of a Parquet file, no other column is read."""
     texts = ["one fox\nand a line", 'two, "dogs"', "three\nowls ☃", "long " * 50_000 + "end"]
     frame = pandas.DataFrame({"text": texts, "n": range(4)})
-    for i, encoding in enumerate(("utf-8", "utf-8-sig", "utf-16", "utf-32")):
-        (tmp_path / f"a{i}.txt").write_text("\n\n\n" + "\n\n".join(texts[:3]), encoding=encoding)
-        frame.to_csv(tmp_path / f"b{i}[1].csv", index=False, encoding=encoding)
+    folder = tmp_path / "data [v2]"
+    folder.mkdir()
+    for i, encoding in enumerate(("utf-8", "utf-8-sig")):
+        blank = "\n\n\n" + "\n \n".join(texts[:3])
+        (folder / f"a{i}.txt").write_text(blank, encoding=encoding, newline="\r\n")
+        frame.to_csv(folder / f"b{i}[1].csv", index=False, encoding=encoding)
     for name in ("c.jsonl", "d.JSONL.gz", "e.jsonl.xz", "f.jsonl.bz2"):
-        frame.to_json(tmp_path / name, orient="records", lines=True)
-    frame.to_json(tmp_path / "g.json", orient="records", indent=1)
-    frame.text.to_json(tmp_path / "h.json", orient="values")
-    frame.to_parquet(tmp_path / "i.parquet")
-    for file in sorted(tmp_path.iterdir()):
-        found = [text.strip() for text in sources.file_documents(str(file), "text") if text.strip()]
+        frame.to_json(folder / name, orient="records", lines=True)
+    frame.to_json(folder / "g.json", orient="records", indent=1)
+    frame.text.to_json(folder / "h.json", orient="values")
+    frame.to_parquet(folder / "i.parquet")
+    assert sources.list_files(f"{folder}/*") == [str(file) for file in sorted(folder.iterdir())]
+    for file in sorted(folder.iterdir()):
+        found = [text.strip() for text in sources.file_documents(str(file), "text")]
         assert found == (texts[:3] if file.suffix == ".txt" else texts), file.name
         assert sources.list_files(str(file)) == [str(file)], file.name
+    assert all(row.keys() == {"text"} for row in sources.file_rows(f"{folder}/i.parquet", "text"))
 
 
 ROWS = b"a,b\n" * 5
@@ -45,13 +51,18 @@ MISTAKES = [  # a file, its content, and a part of the line that says what is wr
     ("a.docx", b"PK", "unknown kind of file"),
     ("one.jsonl", b'{"text": "a"}\n', "1 documents with text in them; at least 2"),
     ("body.jsonl", b'{"body": "a"}\n{"body": "b"}\n', "no column 'text', only body"),
-    ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', "cannot be read: line 3: "),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "cannot be read: line 2: "),
     ("cut.txt.gz", gzip.compress(random.Random(0).randbytes(9999))[:5000], "cannot be read: "),
     # A lenient parser would let the stray quote swallow the rows up to the next one.
-    ("a.csv", b"n,text\n" + ROWS + b'"Odd,text\n' + ROWS + b'a,"b, c"\n', "line 7: "),
-    ("columns.csv", b"n,text\n" + ROWS + b"a,b,c\n" + ROWS, "line 7: not 2 columns"),
-    ("latin1.txt", "caf\xe9, na\xefve\n".encode("latin-1") * 50, "not UTF-8"),
-    ("utf16.txt.gz", gzip.compress("no mark".encode("utf-16-le") * 50), "not UTF-8"),
+    (
+        "a.csv",
+        b"n,text\n" + ROWS + b'"Odd,text\n' + ROWS + b'a,"b, c"\n',
+        "cannot be read: near line 6: ",
+    ),
+    ("columns.csv", b"n,text\n" + ROWS + b"a,b,c\n" + ROWS, "near line 7: not 2 columns"),
+    ("comma.csv", b"text\n" + b"one, two\n" * 5, "near line 2: not 1 columns"),
+    ("a.parquet", b"PAR1" + bytes(99), "cannot be read: "),
+    ("latin1.txt", "caf\xe9, na\xefve\n".encode("latin-1") * 50, "can't decode byte 0xe9"),
 ]
 
 
@@ -62,7 +73,8 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys):
     for module in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    for name, content, message in MISTAKES:
+    pandas.DataFrame({"body": ["a"], "n": [1]}).to_parquet("body.parquet")
+    for name, content, message in [*MISTAKES, ("body.parquet", None, "text', only body, n")]:
         if content is not None:
             (tmp_path / name).write_bytes(content)
         error = one_line(capsys, data.main, ["--dataset", name])
@@ -70,49 +82,53 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_what_a_text_lacks_is_said(tmp_path, said):
-    """Rows without text are skipped, a few bad bytes become U+FFFD, and both are reported once. If
-    the second document, the only one for validation, is too short, the message says so."""
-    rows = ['{"n": 1}', '{"text": null}', "7", '{"text": " "}', '{"text": ""}']
+    """Rows without text, and with other columns, are skipped, and their number is printed. If the
+    second document, the only one for validation, is too short, the message says so."""
+    rows = ['{"n": 1}', '{"text": null, "n": {"a": 1}}', "7", '{"text": " "}', '{"text": ["a"]}']
     rows += [json.dumps({"text": "short" if i == 1 else "longer " * 50}) for i in range(40)]
-    (tmp_path / "a.jsonl").write_bytes("\n".join(rows).encode().replace(b"short", b"sh\xf6rt"))
+    (tmp_path / "a.jsonl").write_text("\n\n".join(rows))
     corpus = data.prepare(str(tmp_path / "a.jsonl"), "bpe", tmp_path / "cache")
-    printed = said()
-    assert "40 documents, 5 rows without text skipped" in printed
-    assert printed.count("characters are not UTF-8") == 1
-    assert documents_in(corpus, "val") == ["sh\ufffdrt"]
+    assert "40 documents, 5 rows without text skipped" in said()
     message = f"{len(corpus.val)} for validation .its second document .* 64 needs 62"
     refuses(message, data.Batches, corpus, 64, 0)
 
 
 def test_local_files(tmp_path, monkeypatch):
-    """Files are sorted and listed once, without hidden and empty ones. Text of another size or time
-    is another corpus."""
+    """Files are sorted and listed once, without hidden and empty ones. A file that is replaced is
+    another corpus, even if it has the same size and modification time."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("a/z.txt", "a/b/y.txt", "a/._z.txt", "a/b/.y.txt", "a/e.txt"):
         (tmp_path / name).write_text("" if name == "a/e.txt" else "text")
     (tmp_path / "a" / "link.txt").symlink_to("z.txt")
     files, names = [str(tmp_path / "a/b/y.txt"), str(tmp_path / "a/z.txt")], []
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert [os.path.realpath(file) for file in sources.list_files("~/a/**/**.txt")] == files
-    for size, seconds in ((4, 1), (4, 1), (4, 2), (3, 2)):
-        os.truncate(files[0], size)
-        os.utime(files[0], (seconds, seconds))
-        names.append(sources.find_source("~/a/**/*", "text", "").name)
-    assert names[0] == names[1] and len({*names}) == 3
+    monkeypatch.chdir(tmp_path)
+    assert [os.path.realpath(file) for file in sources.list_files("a/**/**.txt")] == files
+    for content in ("text", "taxt", "text", "tex"):
+        time = os.stat(files[0]).st_mtime_ns
+        (tmp_path / "new").write_text(content)
+        os.utime(tmp_path / "new", ns=(time, time))
+        names += [sources.find_source("a/**/*", "text", "").name for _ in range(2)]
+        os.replace(tmp_path / "new", files[0])
+    assert names[::2] == names[1::2] and len({*names}) == 4
 
 
-def test_docs_corpus(tmp_path, monkeypatch):
+def test_docs_corpus(tmp_path, monkeypatch, said):
     """The docs corpus takes docstrings from the syntax tree, without tests, short texts and
-    duplicates, and its rows are kept for finetune, with the same documents for validation."""
+    duplicates, and its rows are kept for finetune, with the same documents for validation. What
+    cannot be parsed is counted."""
     texts = [f"{i}: " + 10 * "a longer text. " + "End." for i in range(14)]
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "a.py").write_text(f'"""{texts[13]}"""')
     (tmp_path / "b.py").write_text("print 2")
+    (tmp_path / "deep.py").write_text("x = " + "-" * 20_000 + "1")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / ".#c.py").symlink_to("user@host.123")  # an editor's lock
     functions = [f'def f{i}():\n    """{text}"""\n' for i, text in enumerate(texts[:12])]
     functions += ['add_docstr(f, """Short.""")', f'add_docstr(f, """{texts[12]}""")']
     (tmp_path / "c.py").write_text("raise SystemExit\n" + "\n".join(functions + functions[:12]))
     monkeypatch.setattr(sources, "docs_folders", lambda: {"torch": tmp_path})
     corpus = data.prepare("docs", "bpe", tmp_path / "cache")
+    assert "skipped 4 files" in said()
     docs = json.loads((corpus.folder / "docs.json").read_text())
     assert [text for library, text in docs["rows"] if library == "torch"] == texts[:13]
     assert documents_in(corpus, "val") == [text for _, text in docs["rows"]][1 :: docs["every"]]
@@ -127,19 +143,42 @@ def test_hub_data_sets_stream(tmp_path):
 
 
 def test_bpe_is_bounded_for_any_text(monkeypatch, said):
-    """If words are too many or too long, as in text without spaces, the BPE is trained on the most
-    frequent ones, with their counts, and a line says so."""
+    """If words are too many, as in text without spaces, the BPE is trained on the most frequent
+    ones, with their counts, and a line says so."""
     rng, counted = random.Random(0), {}
-    monkeypatch.setattr(data, "train_bpe", lambda words, n_ids: counted.update(words) or [])
+    monkeypatch.setattr(bpe, "train_bpe", lambda words, n_ids: counted.update(words) or [])
     text = " ".join(rng.choices(WORDS, k=2000))
-    exact = Counter(word.encode() for word in data.regex.findall(data.GPT2_PATTERN, text))
-    for name, value in {"BPE_WORDS": 40, "BPE_BYTES": 1000, "BPE_WORD": 100}.items():
-        monkeypatch.setattr(data, name, value)
+    exact = Counter(word.encode() for word in bpe.regex.findall(bpe.GPT2_PATTERN, text))
+    for name, value in {"BPE_WORDS": 40, "BPE_BYTES": 1000}.items():
+        monkeypatch.setattr(bpe, name, value)
     odd = [f"{text} " + "".join(rng.choices("汉字文本很长没有空格", k=30)) for _ in range(50)]
-    data.bpe_state([Part(lambda: [*odd, "x" * 101], 1)])
+    bpe.bpe_state([Part(lambda: odd, 1)])
     assert 900 < sum(map(len, counted)) <= 1000
     assert all(abs(counted[word] - 50 * n) <= 50 for word, n in exact.items())
     assert f"trained on the {len(counted)} most frequent" in said()
+
+
+def test_long_words_get_merges():
+    """A word of any length is cut into pieces, not dropped, so that DNA gets tokens of its own."""
+    dna = "".join(random.Random(0).choices("ACGT", k=30_000))
+    words = [*bpe.cut_words(f"a word {dna} end")]
+    assert "".join(words) == f"a word {dna} end" and max(map(len, words)) == bpe.BPE_WORD
+    state = bpe.bpe_state([Part(lambda: [dna], 1)])
+    encoding = data.tiktoken.Encoding(**bpe.encoding_arguments(state))
+    assert len(encoding.encode_ordinary(dna)) < len(dna) / 4
+
+
+def test_texts_are_not_read_far_ahead(corpus):
+    """However short the texts are, few wait for the tokenizer."""
+    n_read = 0
+
+    def texts():
+        nonlocal n_read
+        for n_read in range(3000):  # noqa: B007
+            yield "a"
+
+    ahead = [n_read - i for i, _ in enumerate(data.encode(texts(), encoding_of(corpus)))]
+    assert len(ahead) == 3000 and max(ahead) <= 1000
 
 
 def test_long_documents_are_cut_without_loss():
@@ -154,11 +193,25 @@ def test_every_token_is_a_word_in_scripts_without_spaces(corpus):
     """Ideographs, kana, Thai letters and non-ASCII punctuation begin a word, also where a character
     takes several tokens, of which the first begins it. Other letters continue a word."""
     encoding = encoding_of(corpus)
-    begins, _ = data.word_starts(encoding, corpus.vocab_size).tolist()
-    for text, expected in (("中文。，かなไทย«»…🦊", True), ("éßαлисaאب한국", False)):
+    first, _ = bpe.word_characters(encoding, corpus.vocab_size).tolist()
+    for text, inside in (("中文。，かなไทย«»…🦊", False), ("éßαлисaאب한국", True)):
         for character in text:
-            tokens = [begins[token] for token in encoding.encode_ordinary(character)]
-            assert tokens == [expected] + [False] * (len(tokens) - 1), character
+            tokens = [first[token] for token in encoding.encode_ordinary(character)]
+            assert tokens == [inside] + [True] * (len(tokens) - 1), character
+
+
+def test_digest(corpus, tmp_path):
+    """The digest tells texts with the same number of tokens apart. A folder that was prepared
+    before there was one gets the same."""
+    folder = shutil.copytree(corpus.folder, tmp_path / "copy")
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta.pop("digest") == corpus.meta["digest"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert data.open_corpus(folder).meta == corpus.meta
+    tokens = corpus.val.copy()
+    tokens[5:7] = tokens[6], tokens[5]
+    tokens.tofile(folder / "val.bin")
+    assert data.open_corpus(folder).meta["digest"] != corpus.meta["digest"]
 
 
 def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, said):

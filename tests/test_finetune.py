@@ -1,11 +1,15 @@
-"""finetune.py beyond the specification: official files, SQuAD's texts, whole runs, wrong input."""
+"""finetune.py beyond the specification: official files, SQuAD's texts, whole runs, wrong input; and
+tools/predict.py and tools/bow.py."""
 
+import collections
 import dataclasses
 import json
 import math
 import random
+import re
 import shlex
 import statistics
+import string
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import data
 import finetune
-from lib import glue, squad
-from lib.files import lock
+from lib import bpe, glue, squad
+from lib.files import lock, read_jsonl
 from model import EncoderConfig, load
 from test_all import close, finetune_args, sequences, tiny_classifier
-from tests.conftest import WORDS, one_line, run_train
+from tests.conftest import WORDS, exit_code, one_line, run_train
+from tools import bow, predict
 
 NLI, RTE = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
 # fmt: off
@@ -79,7 +83,7 @@ def test_official_files_and_the_hub(tmp_path, monkeypatch, name):
     row = {**dict(zip(columns.split(), texts[0])), "label": 1, "idx": 5}
     monkeypatch.setattr(glue, "check_hub", lambda: None)
     monkeypatch.setattr("datasets.load_dataset", lambda repo, config, split: [row])
-    train, evaluations = finetune.read_task(name, finetune_args())
+    train, evaluations = finetune.read_task(name, None, None)
     assert train == evaluations[name] == [(texts[0], 1)]
     for rows in glue.read_split(task, name, None, "test").values():
         assert rows == [(texts[0], 5)]
@@ -103,26 +107,157 @@ def test_docs_and_scratch(corpus, tmp_path, monkeypatch):
 
 
 def test_texts_become_tokens(corpus):
-    """The longer text of a pair is cut first, and so is SQuAD's question; spaces around a text take
-    no tokens, and [MASK] in it is the special token."""
-    tokenizer = tiktoken.Encoding(**data.encoding_arguments(corpus.tokenizer))
+    """The longer text of a pair is cut first, and so is SQuAD's question. No word is lost that has
+    room: not after spaces, nor after a long line of dashes. [MASK] is the special token in the docs
+    task only."""
+    tokenizer = tiktoken.Encoding(**bpe.encoding_arguments(corpus.tokenizer))
     cfg, short = EncoderConfig(vocab_size=8192), tokenizer.encode_ordinary("a dog")
-    ids = finetune.encode(("the fox " * 30, " " * 999 + "a dog"), tokenizer, cfg, 20)
-    assert len(ids) == 20 and ids[0] == cfg.cls_id and ids.count(cfg.sep_id) == 2
-    assert ids[-1 - len(short) :] == [*short, cfg.sep_id]
-    ids = finetune.encode((" a dog", "the fox " * 30), tokenizer, cfg, 20)
-    assert len(ids) == 20 and ids[: len(short) + 2] == [cfg.cls_id, *short, cfg.sep_id]
-    assert cfg.mask_id in finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
+    cls, sep = cfg.cls_id, cfg.sep_id
+    for a, b in (("the fox " * 30, " " * 999 + "a dog"), (" a dog", "the fox " * 30)):
+        parts = [tokenizer.encode_ordinary(text.strip()) for text in (a, b)]
+        for length in range(2 * len(short) + 3, 150):
+            ids = finetune.encode((a, b), tokenizer, cfg, length)
+            kept = [list(part) for part in parts]
+            while len(kept[0]) + len(kept[1]) > length - 3:
+                max(kept, key=len).pop()
+            assert ids == [cls, *kept[0], sep, *kept[1], sep]
+    ranks = {bytes([i]): i for i in range(256)} | {b"-" * 2**k: 255 + k for k in range(1, 9)}
+    dashes = tiktoken.Encoding(
+        "dashes", pat_str="-+|[^-]", mergeable_ranks=ranks, special_tokens={}
+    )
+    ids = [cls, *[263] * 20, *b"a dog", sep]  # a token for 256 dashes
+    assert finetune.encode(("-" * 5120 + "a dog",), dashes, cfg, len(ids)) == ids
+    masked = "a [MASK] b [SEP]"
+    ordinary = [cls, *tokenizer.encode_ordinary(masked), sep]
+    assert finetune.encode((masked,), tokenizer, cfg, 30) == ordinary
+    for task in ("docs", "cola"):
+        model = tiny_classifier(task, vocab_size=8192)
+        model.encoder.tokenizer = tokenizer
+        [(ids, _)], _ = finetune.encode_rows(model, [((masked,), 0)])
+        assert (ids.count(cfg.mask_id), ids.count(sep)) == (task == "docs", 1)
     question = squad.Question((" " * 2000 + "a dog " * 500, "a dog"))
     [((ids, _), window)] = squad.windows(0, question, tokenizer, cfg, 128)
     asked = tokenizer.encode_ordinary("a dog " * 500)[:64]
-    assert ids == [cfg.cls_id, *asked, cfg.sep_id, *short, cfg.sep_id]
+    assert ids == [cls, *asked, sep, *short, sep]
+
+
+def official_scores(golds, text, version):
+    """EM and F1 of one question, as evaluate-v1.1.py and evaluate-v2.0.py compute them."""
+
+    def normalize(text):
+        text = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+    def f1(gold, text):
+        gold, text = normalize(gold).split(), normalize(text).split()
+        if version == 2 and (not gold or not text):
+            return int(gold == text)
+        n_same = sum((collections.Counter(gold) & collections.Counter(text)).values())
+        if n_same == 0:
+            return 0
+        precision, recall = n_same / len(text), n_same / len(gold)
+        return 2 * precision * recall / (precision + recall)
+
+    if version == 2:
+        golds = [gold for gold in golds if normalize(gold)] or [""]
+    em = max(normalize(gold) == normalize(text) for gold in golds)
+    return {"em": float(em), "f1": max(f1(gold, text) for gold in golds)}
+
+
+def test_squad_metrics_equal_the_official_scripts():
+    """The best gold answer counts; case, punctuation, articles and spaces do not. v1.1 gives no F1
+    to answers without a common word, even if both are empty; v2.0 leaves out empty golds."""
+    rng, words = random.Random(0), ["the", "A", "an", "fox", "Fox's", "owl", "-", "é", "$5.00"]
+    cases = [(["The"], ""), (["The", "fox"], "an"), (["a fox"], "the fox den")]
+    for _ in range(300):
+        texts = [
+            " ".join(rng.choices(words, k=rng.randrange(4))) for _ in range(rng.randrange(2, 5))
+        ]
+        cases.append((texts[1:], texts[0]))
+    for name, version in (("squad", 1), ("squad_v2", 2)):
+        each = [official_scores(*case, version) for case in cases]
+        for case, expected in zip(cases, each):
+            found = finetune.METRICS[name](*([x] for x in case))
+            assert found == pytest.approx(expected), (name, case)
+        found = finetune.METRICS[name](*zip(*cases))
+        assert found == pytest.approx({m: np.mean([x[m] for x in each]) for m in ("em", "f1")})
+    cases = [([], ""), ([], "fox"), (["The"], ""), (["The"], "fox"), (["fox"], "")]
+    each = [official_scores(*case, 2)["f1"] for case in cases]
+    assert each == [1, 0, 1, 0, 0]
+    assert finetune.METRICS["squad_v2"](*zip(*cases)) == pytest.approx({"em": 0.4, "f1": 0.4})
+
+
+def best_window(windows, position):
+    """BERT's _check_is_max_context: windows are (first, number of tokens, ...) -> index."""
+    scores = {}
+    for i, (first, n, *_) in enumerate(windows):
+        if first <= position < first + n:
+            scores[i] = min(position - first, first + n - 1 - position) + 0.01 * n
+    return max(scores, key=scores.get)  # the first one, if equal
+
+
+def berts_answers(outputs, windows, n_best=20, longest=30):
+    """BERT's run_squad.py for one question, but with all spans that are short enough: windows are
+    (first, number of tokens, spans in characters) -> [(score, start, end)], best first."""
+    found = []
+    for number, (out, (first, n, spans)) in enumerate(zip(outputs, windows)):
+        offset, of_window = out.shape[1] - n - 1, []
+        for i in range(n):
+            for j in range(i, min(n, i + longest)):
+                if best_window(windows, first + i) == number:
+                    score = out[0, offset + i] + out[1, offset + j]
+                    of_window.append((score, spans[i][0], spans[j][1]))
+        found += sorted(of_window, reverse=True)[:n_best]
+    return sorted(found, reverse=True)
+
+
+def test_most_context_is_berts():
+    """With long windows, too, where the shorter last one may lose by its length."""
+    for n, room, stride in (
+        (560, 370, 128),
+        (900, 370, 128),
+        (700, 500, 170),
+        (20, 9, 4),
+        (0, 9, 4),
+    ):
+        firsts = range(0, max(1, n - room + stride), stride)
+        windows = [(first, min(room, n - first)) for first in firsts]
+        expected = [best_window(windows, position) for position in range(n)]
+        assert squad.most_context(firsts, room, n).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_squad_answers_are_berts(corpus, seed):
+    """An answer may begin at a token only in the window where that token has most context, each
+    text is listed once with its best score, and spaces alone are no answer."""
+    tokenizer = tiktoken.Encoding(**bpe.encoding_arguments(corpus.tokenizer))
+    rng = random.Random(seed)
+    pieces = ["the ", "fox", " fox", "é", "漢", "\n", " ", "owl's "]
+    context = "".join(rng.choices(pieces, k=rng.randrange(1, 60)))
+    question, length = squad.Question(("who", context)), rng.randrange(8, 40)
+    rows, windows = zip(*squad.windows(0, question, tokenizer, EncoderConfig(), length))
+    outs = [np.random.default_rng(seed + i).normal(size=(2, len(r[0]))) for i, r in enumerate(rows)]
+    stride, plain, first = min(length // 3, length - windows[0].offset - 1), [], 0
+    for window in windows:
+        plain.append((first, len(window.spans), window.spans.tolist()))
+        first += stride
+    expected, seen = [], set()
+    for score, start, end in berts_answers(outs, plain):
+        text = context[start:end].strip()
+        if text and text not in seen:
+            expected.append((score, text))
+            seen.add(text)
+    [ranked] = squad.rank_answers(outs, windows, with_null=False)
+    null = [(min(out[:, 0].sum() for out in outs), "")]
+    expected = expected[:20] or null
+    assert [text for _, text in ranked] == [text for _, text in expected]
+    assert [score for score, _ in ranked] == pytest.approx([score for score, _ in expected])
 
 
 def test_no_answer_competes_with_the_lowest_null_score():
     """v2.0 gives no answer if the lowest null score of the windows is above the best span's; v1.1
     always answers."""
-    windows = [squad.Window(0, "ab", np.array([[0, 1], [1, 2]]), 1)] * 2
+    windows = [squad.Window(0, "ab", np.array([[0, 1], [1, 2]]), 1, np.array([True, True]))] * 2
     for best, text in ((1, ""), (3, "a")):
         # The null scores are 8 and 4, the best span has 2 best.
         outs = [np.array([[null, best, 0, 0]] * 2, np.float32) for null in (4, 2)]
@@ -177,14 +312,23 @@ def home(corpus_file, cache, tmp_path_factory):
         yield home
 
 
-def run_finetune(out, task, *flags):
-    """-> the rows of results.jsonl that this call writes."""
-    flags = "--out_dir", out, "--device cpu --dtype float32 --data_dir glue --task", task, *flags
-    finetune.main(shlex.split(" ".join(map(str, flags))))
+def call(main, out, flags):
+    """-> the rows of results.jsonl that this call of a program writes."""
+    flags = f"--out_dir {out} --data_dir glue {flags}"
     file = Path(out) / "results.jsonl"
-    rows = [json.loads(line) for line in open(file)] if file.exists() else []
-    file.unlink(missing_ok=True)
-    return rows
+    before = len(read_jsonl(file))
+    main(shlex.split(flags))
+    return read_jsonl(file)[before:]
+
+
+def run_finetune(out, task, *flags):
+    flags = " ".join(map(str, flags))
+    return call(finetune.main, out, f"--device cpu --dtype float32 --task {task} {flags}")
+
+
+def run_predict(out, *flags):
+    flags = " ".join(map(str, flags))
+    return call(predict.main, out, f"--device cpu --dtype float32 --ckpt {out} {flags}")
 
 
 LEARN, QUICK = "--lr 0.01 --epochs 8", "--lr 0.01 --epochs 1 --limit_train 40"
@@ -193,28 +337,52 @@ LEARN, QUICK = "--lr 0.01 --epochs 8", "--lr 0.01 --epochs 1 --limit_train 40"
 def test_learn_save_and_score_again(home, tmp_path):
     """A task that one word decides is learned; the best learning rate counts; the best model is
     saved, scores the same again, and ranks its answers by probability."""
-    rows = run_finetune(tmp_path, "cola", LEARN, "--lr 0.01 1e-7 --seeds 2")
+    rows = run_finetune(tmp_path, "cola", LEARN, "--lr 0.01 1e-7 --seeds 2 --dropout .2")
     assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
     assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2])
     assert rows[0]["constant"] == {"matthews": 0.0, "accuracy": rows[0]["majority"]}
-    assert rows[0]["ckpt"] == "out/run" and rows[2]["one_class"]
+    assert rows[0]["ckpt"] == "out/run" and rows[2]["one_class"] and rows[0]["dropout"] == 0.2
     assert finetune.best_runs(rows, statistics.median) == {("out/run", "cola"): rows[:2]}
-    (again,) = run_finetune(tmp_path, "cola", "--eval_only")
+    (again,) = run_predict(tmp_path)
+    assert again["eval_only"] and again["ckpt"] == f"{tmp_path}/finetuned-cola.pt (cola)"
     assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"])
     _, model = finetune.load_finetuned(tmp_path / "finetuned-cola.pt")
     [[(p, best), (q, _)]] = finetune.rank(model, [squad.Question(("the owls",))])
     assert best == 0 and p > 0.9 and p + q == pytest.approx(1)
-    assert load(tmp_path / "finetuned-cola.pt").config.max_len == 32, "it is a checkpoint"
+    config = load(tmp_path / "finetuned-cola.pt").config
+    assert (config.max_len, config.dropout, config.attn_dropout) == (32, 0.2, 0.2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags", [f"cola --dtype float16 {LEARN}", f"cola --compile {LEARN}", "mnli --ckpt bow"]
-)
+@pytest.mark.parametrize("flags", [f"--dtype float16 {LEARN}", f"--compile {LEARN}"])
 def test_other_runs_learn(home, tmp_path, flags):
-    """A task is learned with fp16, compiled with dropout for all lengths, and as a bag of words."""
-    rows = run_finetune(tmp_path, flags)
+    """A task is learned with fp16, and compiled with dropout for all lengths."""
+    rows = run_finetune(tmp_path, f"cola {flags}")
     assert rows and all(row["metrics"]["accuracy"] > 0.9 for row in rows)
+
+
+def test_bag_of_words(home, tmp_path):
+    """One word decides, and it is in the bag."""
+    pytest.importorskip("sklearn")
+    rows = call(bow.main, tmp_path, "--task mnli")
+    assert [row["task"] for row in rows] == ["mnli", "mnli-mm"]
+    assert all(row["metrics"]["accuracy"] > 0.9 and row["ckpt"] == "bow" for row in rows)
+
+
+def test_the_work_is_saved_before_it_is_printed(home, tmp_path, monkeypatch):
+    """A row and the model are there when their scores are printed, and a torn line of results.jsonl
+    costs no other line."""
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(finetune, "print_scores", lambda rows: exit(9))
+            assert exit_code(run_finetune, tmp_path, "cola", QUICK) == 9
+        assert (tmp_path / "finetuned-cola.pt").exists()
+        (tmp_path / "finetuned-cola.pt").unlink()
+        file = tmp_path / "results.jsonl"
+        if not (tmp_path / "torn").exists():
+            file.write_bytes(file.read_bytes()[:-40])
+            (tmp_path / "torn").touch()
+    assert len(read_jsonl(file)) == 2
 
 
 class NoFloat64(TorchDispatchMode):
@@ -229,8 +397,8 @@ class NoFloat64(TorchDispatchMode):
 @pytest.mark.parametrize("task", ["cola", "stsb", "squad_v2"])
 def test_nothing_on_the_device_is_float64(home, task):
     """Training and prediction need no float64, which Apple's GPUs do not have."""
-    args = finetune_args("--epochs", 1, "--data_dir", "glue")
-    train, _ = finetune.read_task(task, args)
+    args = finetune_args("--epochs", 1)
+    train, _ = finetune.read_task(task, "glue", None)
     model = finetune.make_model(finetune.read_start("out/run"), task, 32)
     rows, _ = finetune.encode_rows(model, train[:20])
     chosen = finetune.settings(args, task, vars(model.encoder.config))
@@ -240,59 +408,72 @@ def test_nothing_on_the_device_is_float64(home, task):
 
 
 @pytest.mark.slow
-def test_all_of_glue(home, tmp_path):
+def test_all_of_glue(home, tmp_path, monkeypatch):
     """`all` takes the tasks that are there, the MNLI model predicts AX, the files have the form
     that GLUE wants, and a fine-tuned encoder may start another task."""
-    flags = "--predict --recipe bert --ckpt scratch --lr 0.006 --epochs 16"
-    rows = run_finetune(tmp_path, "all", flags)
+    rows = run_finetune(tmp_path, "all --recipe bert --ckpt scratch --lr 0.006 --epochs 16")
     assert [r["task"] for r in rows] == ["cola", "stsb", "mnli", "mnli-mm"]
     assert rows[1]["metrics"]["pearson"] > 0.5 and rows[1]["majority"] == 0
-    (tmp_path / "AX.tsv").unlink()
-    assert run_finetune(tmp_path, "ax --ckpt", tmp_path) == []
+    again = {row["task"]: row["metrics"] for row in run_predict(tmp_path)}  # each task's model
+    assert again == {row["task"]: row["metrics"] for row in rows}
     for name, answer in (("CoLA", "0"), ("MNLI-m", NLI[0]), ("AX", NLI[0]), ("STS-B", None)):
         header, *lines = (tmp_path / f"{name}.tsv").read_text().splitlines()
         indices, answers = zip(*(line.split("\t") for line in lines))
         assert header == "index\tprediction" and indices == tuple("01234")
         assert set(answers) == {answer} or name == "STS-B" and 0 <= float(answers[0]) < 2
-    again = run_finetune(tmp_path / "new", "all --eval_only --ckpt", tmp_path)  # each task's model
-    assert [row["metrics"] for row in again] == [row["metrics"] for row in rows]
     start = finetune.read_start(str(tmp_path / "finetuned-mnli.pt"))
-    other = finetune.make_model(start, "rte", 32).state_dict()
-    for key, value in start["model"].items():
-        assert torch.equal(other[key], value) != key.startswith("head.")
+    for task in ("rte", "mnli"):
+        other = finetune.make_model(start, task, 32).state_dict()
+        for key, value in start["model"].items():
+            assert torch.equal(other[key], value) != key.startswith("head."), "the head is new"
+
+
+def test_files_to_submit():
+    """A row's index, and its class as the official files write it, or its score within 0 and 5."""
+    rows = [(("a", "b"), index) for index in (3, 5, 8)]
+    for name, predictions, written in (
+        ("mnli", [2, 0, 1], ["contradiction", "entailment", "neutral"]),
+        ("rte", [1, 0, 1], ["not_entailment", "entailment", "not_entailment"]),
+        ("stsb", [-0.5, 2.34567, 5.1], ["0.000", "2.346", "5.000"]),
+    ):
+        text = predict.prediction_file(finetune.TASKS[name], rows, predictions)
+        assert text == "index\tprediction\n" + "".join(
+            f"{i}\t{x}\n" for i, x in zip("358", written)
+        )
 
 
 @pytest.mark.slow
 def test_squad_run(home, tmp_path, capsys):
     """SQuAD v2.0 is learned from contexts longer than the sequences, which are longer than max_len;
-    a file without answers gets no score."""
-    (row,) = run_finetune(tmp_path, "squad_v2 --lr 0.01 --epochs 30 --length 40 --predict")
+    a file without answers gets no score, but predictions."""
+    (row,) = run_finetune(tmp_path, "squad_v2 --lr 0.01 --epochs 30 --length 40")
+    (again,) = run_predict(tmp_path, "--task squad_v2")
     answers = json.loads((tmp_path / "squad_v2.json").read_text())
     golds = [q.golds for q in squad.read_squad(None, "glue/dev-v2.0.json")]
     assert list(answers) == [str(i) for i in range(24)]
-    assert finetune.METRICS["squad"](golds, list(answers.values())) == row["metrics"]
+    assert finetune.METRICS["squad_v2"](golds, list(answers.values())) == row["metrics"]
     assert row["metrics"]["f1"] > row["majority"] == pytest.approx(8 / 24)
-    (again,) = run_finetune(tmp_path, "squad_v2 --eval_only")
     assert again["metrics"] == row["metrics"]
     (tmp_path / "dev-v2.0.json").write_text(squad_json([("0", "who", "the owls", None)]))
-    assert run_finetune(tmp_path, "squad_v2 --eval_only --data_dir", tmp_path) == []
+    assert run_predict(tmp_path, "--data_dir", tmp_path) == []
     assert "no score, 1 questions have no answers" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "squad_v2.json").read_text())) == ["0"]
 
 
-def test_a_start_is_never_overwritten(home, tmp_path, capsys):
+def test_a_start_is_never_overwritten(home, tmp_path, capsys, monkeypatch):
     """A run may be repeated, but not twice at once, nor from the model that it would replace. A
-    model of one task is no model of another."""
+    model of one task is no model of another. With torchrun every process would do the same."""
     file, link = tmp_path / "finetuned-cola.pt", tmp_path / "link.pt"
     link.symlink_to(file)
     for _ in range(2):
         assert len(run_finetune(tmp_path, "cola", QUICK)) == 1
-    for flags, message in (
-        (f"all --ckpt {link}", "would be overwritten"),
-        (f"stsb --eval_only --ckpt {file}", "fine-tuned on cola, not on stsb"),
-        ("cola", "another process"),
-    ):
-        with lock(tmp_path, "fine-tuning", ".cola.lock"):
-            assert message in one_line(capsys, run_finetune, tmp_path, flags)
+    assert "would be overwritten" in one_line(capsys, run_finetune, tmp_path, f"all --ckpt {link}")
+    with lock(tmp_path, "fine-tuning", ".cola.lock"):
+        assert "another process" in one_line(capsys, run_finetune, tmp_path, "cola")
+    flags = f"--task stsb --ckpt {file}"
+    assert "fine-tuned on cola, not on stsb" in one_line(capsys, run_predict, tmp_path, flags)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "not torchrun" in one_line(capsys, run_finetune, tmp_path, "cola")
 
 
 def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, capsys):
@@ -303,7 +484,7 @@ def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, caps
         ("--dtype float16", lambda out, y: out.sum() * 1e38),
     ):
         monkeypatch.setattr(F, "mse_loss", loss)
-        flags = f"{QUICK} --epochs 6 {flags}"
+        flags = f"{QUICK} --epochs 12 {flags}"  # fp16's scale falls below 1 in 17 steps
         assert "not finite" in one_line(capsys, run_finetune, tmp_path, "stsb", flags, code=1)
     assert not list(tmp_path.glob("finetuned*"))
 
@@ -311,17 +492,16 @@ def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, caps
 HEADER = "sentence1\tsentence2\tlabel\n"
 # fmt: off
 MISTAKES = [  # flags, content of the task's files if it is wrong, message
-    ("cola --eval_only --ckpt out/run/ckpt.pt", None, "not a fine-tuned model"),
-    ("cola --eval_only --lr 1", None, "--lr has no effect"),
-    ("cola --eval_only --limit_train 9", None, "--limit_train has no effect"),
     ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
+    ("cola --dropout 1", None, "--dropout: 1 is not in [0, 1)"),
     ("rte", None, "train.tsv does not exist"),
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2: label 'maybe'"),
     ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2"),
     ("rte", HEADER + "a\tb\tentailment\nbroken\nrow\tb\tentailment", "line 3: not 3 columns"),
     ("rte", HEADER, "train.tsv has no rows"),
     ("rte", HEADER + "\xff\tb\tentailment", "can't decode byte 0xff"),
-    ("stsb", official_file("stsb", [("ab", "nan")]), "score nan"),
+    ("stsb", official_file("stsb", [("ab", "nan")]), "line 2: score 'nan'"),
+    ("stsb", official_file("stsb", [("ab", "5.1")]), "line 2: score '5.1'"),
     ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
     ("squad", squad_json([("7", "q", "a b", [("b", 1)])]), "question 7: "),
     ("squad", squad_json([("7", "q", "a b", None)]), "questions without answers"),
@@ -340,3 +520,18 @@ def test_wrong_input_is_one_line(home, tmp_path, capsys, flags, content, message
             file.write_text(content, encoding="latin-1")
         flags += f" --data_dir {tmp_path}"
     assert message in one_line(capsys, run_finetune, tmp_path, flags)
+
+
+def test_files_are_looked_for_before_any_training(home, tmp_path, capsys, monkeypatch):
+    """`all` ends at once if a later task lacks a file; tools.predict names what it cannot load."""
+    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("it trains"))
+    for folder in ("CoLA", "RTE"):
+        (tmp_path / folder).mkdir()
+    for name in ("train", "dev"):
+        (tmp_path / "CoLA" / f"{name}.tsv").write_text("x\t1\t\tIt is so.\n")
+    (tmp_path / "RTE" / "train.tsv").write_text(HEADER + "a\tb\tentailment\n")
+    flags = f"all --data_dir {tmp_path}"
+    assert "RTE/dev.tsv does not exist" in one_line(capsys, run_finetune, tmp_path, flags)
+    assert "no finetuned-<task>.pt" in one_line(capsys, run_predict, tmp_path)
+    message = one_line(capsys, run_predict, tmp_path, "--ckpt out/run/ckpt.pt")
+    assert "not a fine-tuned model" in message

@@ -12,6 +12,7 @@ import torch
 
 import data
 import finetune
+from lib import bpe
 from lib.files import read_checkpoint
 from tests.conftest import ROOT, one_line, run_train, weights
 from tools import hf, sample
@@ -44,7 +45,7 @@ def roberta(tmp_path, monkeypatch):
     """
     arguments = read_checkpoint(ROOT / "docs" / "demo.pt")["tokenizer"]
     ranks = arguments["mergeable_ranks"]
-    gpt2 = data.tokenizer_state("gpt2", arguments["pat_str"], ranks, "<|endoftext|>")
+    gpt2 = bpe.tokenizer_state("gpt2", arguments["pat_str"], ranks, "<|endoftext|>")
     monkeypatch.setattr(hf, "gpt2_state", lambda: gpt2)
     monkeypatch.setattr(data, "gpt2_state", lambda: gpt2)
     folder, run, n = tmp_path / "roberta", tmp_path / "run", len(ranks)

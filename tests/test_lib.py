@@ -1,35 +1,39 @@
 """lib: errors, files, devices."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from lib import device as devices
-from lib.config import RunFailed, catch_errors
+from lib.config import UserError, one_line_errors
 from lib.files import atomic_write, read_json, read_jsonl
 from tests.conftest import one_line, refuses
 
 
 def test_errors_become_one_line(capsys):
-    """Before a run starts, a ValueError is the user's mistake; then it is a bug with a traceback. A
-    failure of the run, a full disk or no memory is always one line."""
+    """A user's mistake, a file that cannot be used, a full disk, no memory and Ctrl-C are one line;
+    every other error is a bug and keeps its traceback."""
 
-    def program(error, running):
-        with catch_errors("use less") as status:
-            status.running = running
+    def program(error):
+        with one_line_errors("use less"):
             raise error
 
-    for error, before, after in (
-        (OSError(28, "No space left on device"), 2, 1),
-        (RunFailed("not finite"), 1, 1),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, 1),
-        (KeyboardInterrupt(), 130, 130),
+    for error, code in (
+        (UserError("wrong"), 2),
+        (FileNotFoundError(2, "No such file or directory", "x"), 2),
+        (OSError(28, "No space left on device", "x"), 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),
+        (MemoryError(), 1),
+        (KeyboardInterrupt(), 130),
     ):
-        for running, code in ((False, before), (True, after)):
-            one_line(capsys, program, error, running, code=code)
-    assert len(one_line(capsys, program, ValueError("two\nlines " + "x" * 5000), False)) < 300
-    for error, running in ((ValueError(), True), (RuntimeError(), False), (KeyError(), False)):
+        one_line(capsys, program, error, code=code)
+    assert len(one_line(capsys, program, UserError("two\nlines " + "x" * 5000))) < 300
+    for error in (ValueError("too many values to unpack"), RuntimeError(), KeyError(), TypeError()):
         with pytest.raises(type(error)):
-            program(error, running)
+            program(error)
 
 
 def test_damaged_files(tmp_path):
@@ -47,30 +51,56 @@ def test_damaged_files(tmp_path):
 
 
 def test_a_gpu(monkeypatch):
-    """cuDNN's attention is switched off (pytorch#196678); a GPU without kernels and more processes
-    than GPUs are refused; bf16 is used from sm_80 on; and the peak FLOP/s are those of the card's
-    variant."""
-    fakes = {"is_available": True, "device_count": 1, "get_device_name": "Tesla V100-PCIE-16GB"}
+    """cuDNN's attention is switched off (pytorch#196678); a GPU for which this torch has no kernels
+    and more processes than GPUs are refused; bf16 is used from sm_80 on."""
+    fakes = {"is_available": True, "device_count": 1, "get_device_name": "Tesla V100-SXM2-16GB"}
     for name, value in fakes.items():
         monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for capability, kernels, dtype in (
-        ((7, 0), ["sm_70", "sm_90"], torch.float16),
-        ((8, 6), ["sm_80", "sm_90"], torch.bfloat16),  # machine code of the same major version
-        ((12, 0), ["sm_80", "compute_90"], torch.bfloat16),  # PTX of an older one
-        ((9, 0), ["gfx942"], torch.bfloat16),  # ROCm
-        ((7, 0), ["sm_75", "sm_80", "compute_90"], None),
-        ((9, 0), ["sm_80", "sm_86"], None),
-    ):
+    monkeypatch.setattr(torch, "zeros", lambda *args, device: 0)
+    gpu = torch.device("cuda", 0)
+    for capability, dtype in (((7, 0), torch.float16), ((8, 0), torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: kernels)
         torch.backends.cuda.enable_cudnn_sdp(True)
-        if dtype is None:
-            refuses("has no kernels for Tesla V100", devices.pick_device)
-        else:
-            assert devices.pick_device() == torch.device("cuda", 0)
-            assert devices.pick_dtype(torch.device("cuda"))[0] == dtype
+        assert devices.pick_device() == gpu and devices.pick_dtype(gpu)[0] == dtype
         assert not torch.backends.cuda.cudnn_sdp_enabled()
-    assert devices.peak_flops(torch.device("cuda")) == 112e12  # 125e12 with NVLink
+    assert devices.peak_flops(gpu) == 125e12
+
+    def no_kernels(*args, device):
+        raise torch.AcceleratorError("CUDA error: no kernel image is available")
+
+    monkeypatch.setattr(torch, "zeros", no_kernels)
+    refuses("does not run on Tesla V100.*no kernel image.*cu126", devices.pick_device)
     monkeypatch.setenv("LOCAL_RANK", "1")
     refuses("there are 1 GPUs", devices.pick_device, "cuda")
+
+
+def test_dtype_of_a_cpu(monkeypatch):
+    """bfloat16 is used with AMX, and with avx512_bf16 on AMD; nothing is measured."""
+    for amx, avx, name, dtype in (
+        (True, True, "Intel(R) Xeon(R) Platinum 8481C", torch.bfloat16),
+        (False, True, "Intel(R) Xeon(R) Platinum 8369HC", torch.float32),
+        (False, True, "AMD EPYC 9654", torch.bfloat16),
+        (False, False, "AMD EPYC 7763", torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+        monkeypatch.setattr(devices, "processor_name", lambda device_type: name)
+        assert devices.pick_dtype(torch.device("cpu"))[0] == dtype, name
+
+
+def run_python(code, **environment):
+    """Run code in a new process -> its output."""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_compiling_is_tried(tmp_path):
+    """Without a compiler, one line says why nothing is compiled."""
+    code = "import torch; from lib.device import *; print(can_compile(torch.device('cpu')))"
+    cache = str(tmp_path)  # with nothing in it that was compiled earlier
+    done = run_python(code, CXX="/no/g++", PATH="", TORCHINDUCTOR_CACHE_DIR=cache)
+    reason, result = done.stdout.splitlines()
+    assert result == "False" and "/no/g++" in reason and done.stderr == ""

@@ -35,9 +35,8 @@ def make_run(run):
         shape = "--steps 1 --n_layer 2 --n_head 4 --d_model 32 --block_size 64"
         folder = run(folder, f"{shape} --objective mlm+pplm {flags}")
         checkpoint = weights(folder)
-        for name, x in checkpoint["model"].items():
-            if not name.endswith(".value"):  # frequencies and slopes are constants
-                x += 0.1 * torch.randn_like(x)
+        for x in checkpoint["model"].values():
+            x += 0.1 * torch.randn_like(x)
         torch.save(checkpoint, folder / "ckpt.pt")
         return str(folder)
 
@@ -95,9 +94,9 @@ def test_the_page_computes_what_python_does(make_run, tmp_path):
         for name, weight in model.named_parameters():
             if not name.startswith("encoder.scheme."):
                 weight.data = weight.data.half().float()
-        hidden = encoder(tokens, pos)
+        hidden, states = encoder(tokens, pos), encoder.hidden_states(tokens, pos)
         logits = model.objectives["mlm"].token_logits(encoder, hidden[0, 1])[: cfg.cls_id]
-        pairs = position.head.psi(position.head.scores(encoder, hidden, pos))
+        pairs = position.head.psi(position.head.scores(encoder, states, pos))
         for own, x in zip((hidden, logits.softmax(-1), pairs.softmax(-1)), given):
             x = torch.tensor(x).view(own.shape)
             torch.testing.assert_close(x, own, atol=5e-5, rtol=1e-4, msg=encoder.config.pe)
@@ -202,6 +201,7 @@ def test_wrong_input_is_one_line(make_run, tmp_path, monkeypatch, capsys):
         (["page.html"], "no checkpoint under out/"),
         ([make_run("rel", "--pe abs+rel_k"), "page.html"], "cannot run --pe abs+rel_k, only none"),
         ([make_run("clm", "--objective clm"), "page.html"], "clm is causal"),
+        ([make_run("last", "--pair_layer last"), "page.html"], "no --pair_layer last"),
         ([fine, "other.pt", "page.html"], "another tokenizer"),
         (["tuned.pt", "page.html"], "is fine-tuned"),
         ([fine, "nowhere/page.html"], "nowhere/page.html"),

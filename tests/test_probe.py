@@ -56,7 +56,7 @@ def test_identical_word_probe_equals_a_loop(pe):
     encoder, words = tiny(pe), torch.tensor([3, 60, 7, 11] * 5)  # more than one batch
     alone = [torch.tensor([[CLS] + [w] * 10 + [SEP]]) for w in words.tolist()]
     maps = probe.identical_word_maps(encoder, words)
-    logits = [encoder.attention_logits(x)[0] for x in alone]
+    logits = [probe.attention_logits(encoder, x)[0] for x in alone]
     for found, wanted in zip(maps, (logits, [s.softmax(-1) for s in logits])):
         close(torch.from_numpy(found), sum(wanted) / len(alone))
 
@@ -66,7 +66,9 @@ def test_identical_word_probe_equals_a_loop(pe):
 def test_terms_add_up_to_the_logits(pe, norm):
     """The terms of TUPE eq 6 and what else a scheme adds are all of the model's logits."""
     encoder, tokens = tiny(pe, norm=norm), sequences(1)
-    close(sum(probe.logit_terms(encoder, tokens).values()), encoder.attention_logits(tokens)[0])
+    logits = probe.attention_logits(encoder, tokens)
+    close(sum(probe.logit_terms(encoder, tokens).values()), logits[0])
+    close(logits.softmax(-1), encoder.attention(tokens))
 
 
 def test_terms_are_those_of_the_equation():
@@ -106,8 +108,8 @@ def naive_score(model, row):
     if objective.kind == "position":
         pos = torch.arange(len(row))[None]
         pos[:, 1:-1] = UNKNOWN_POS if name == "pmlm" else pos[:, 1:-1]
-        hidden = model.encoder(torch.tensor([row]), pos)
-        psi = objective.head.psi(objective.head.scores(model.encoder, hidden, pos)[0])
+        states = model.encoder.hidden_states(torch.tensor([row]), pos)
+        psi = objective.head.psi(objective.head.scores(model.encoder, states, pos)[0])
         for i, j in itertools.permutations(inner, 2):
             log_p.append(float(psi[i - 1, j - 1].log_softmax(-1)[j - i + 11]))
         return np.mean(log_p)
@@ -207,7 +209,7 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     attention."""
     load = probe.load_pretraining
 
-    def load_enlarged(file):  # so that attention is not almost uniform
+    def load_enlarged(file):  # so that every weight matters
         torch.manual_seed(0)
         return enlarge(load(file))
 
@@ -270,8 +272,8 @@ def test_lengths_of_a_run(runs, corpus, tmp_path, monkeypatch):
     "main, flags, message",
     [
         (probe.main, "--ckpt nowhere", "no checkpoint at nowhere"),
-        (probe.main, "--terms abs --ckpt abs", "give one of"),
-        (blimp.main, "--ckpt abs --pairs nowhere", "there are no pairs"),
+        (probe.main, "--terms abs --ckpt abs", "not allowed with"),
+        (blimp.main, "--ckpt abs --pairs nowhere", "nowhere cannot be read"),
         (blimp.main, "--ckpt abs --pairs abs/log.jsonl", "every line needs texts"),
         (lengths.main, "--ckpt abs --lengths 64", "the position table of pe abs ends at 16"),
         (

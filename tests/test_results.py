@@ -9,7 +9,6 @@ import pytest
 
 import finetune
 import train
-from lib.config import RunFailed
 from results import run, show
 from results.show import without_seed
 from tests.conftest import TINY, exit_code, one_line, write_corpus
@@ -54,7 +53,7 @@ def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("TEXT", raising=False)
     assert "no table or run nothing" in one_line(capsys, run.main, ["nothing"])
     assert "$TEXT" in one_line(capsys, run.main, ["schemes"])
-    with pytest.raises(RunFailed, match="b ended with 3: why$"):
+    with pytest.raises(run.CommandFailed, match="b ended with 3: why$"):
         run.call("python -c \"print('why'); exit(3)\"", tmp_path / "b")
     monkeypatch.setenv("BLIMP", "x")
     monkeypatch.setattr(run, "call", lambda *args: pytest.fail("a command was run"))

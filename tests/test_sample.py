@@ -99,9 +99,9 @@ def test_detection_of_moved_tokens_equals_a_loop(name):
     model, tokens, batch = corrupted(name)
     model.eval().requires_grad_(False)
     encoder, objective, pos = model.encoder, model.objectives[name], batch["pos"]
-    hidden = encoder(tokens, pos)
-    p = objective.head.psi(objective.head.scores(encoder, hidden, pos)).softmax(-1)
-    found = sample.detect_moved(objective, encoder, hidden, batch)
+    states = encoder.hidden_states(tokens, pos)
+    p = objective.head.psi(objective.head.scores(encoder, states, pos)).softmax(-1)
+    found = sample.detect_moved(objective, encoder, states, batch)
     for b, (confidence, stayed, auc) in enumerate(found):
         index, expected = batch["eligible"][b].nonzero()[:, 0].tolist(), []
         for i in index:

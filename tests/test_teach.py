@@ -19,8 +19,9 @@ def test_naive_losses_equal_the_model():
     loss = naive.mlm_loss(logits, tokens[0].tolist(), batch["mlm_slots"][0].tolist())
     close(model(batch)[0], loss, 1e-6)
     model, tokens, batch = corrupted("pplm", B=1)
-    head, hidden = model.objectives["pplm"].head, model.encoder(batch["tokens"], batch["pos"])
-    psi = head.psi(head.scores(model.encoder, hidden, batch["pos"])[0])  # (n, n, classes)
+    head, encoder = model.objectives["pplm"].head, model.encoder
+    states = encoder.hidden_states(batch["tokens"], batch["pos"])
+    psi = head.psi(head.scores(encoder, states, batch["pos"])[0])  # (n, n, classes)
     eligible = (tokens[0] < CLS).tolist()
     loss = naive.pplm_loss(lambda i, j: psi[i - 1, j - 1], tokens.size(1), eligible)
     close(model(batch)[0], loss, 1e-6)

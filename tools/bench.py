@@ -20,17 +20,18 @@ position prediction with that of a softmax over the vocabulary.
 
 import itertools
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 
 import train
-from lib.config import DEVICE, DTYPE, PATH, Parser, catch_errors, setting, validate_config
+from lib.config import Parser, UserError, add_device_flags, between, one_line_errors
 from lib.device import (
     autocast,
     can_compile,
@@ -48,25 +49,13 @@ WARMUP = 3  # steps that are not timed
 SIZES = ("batch_size", "block_size", "mask_rate")
 
 
-@dataclass(frozen=True)
-class BenchConfig:
-    """The flags. With a single scheme and objective, it describes one row."""
+class Variant(NamedTuple):
+    """The model of one row. The other flags, `args` below, are the same for all rows."""
 
-    pe: str = setting("abs", "schemes separated by commas, or all")
-    objective: str = setting("mlm", "objectives separated by commas, or all")
-    peer: str | None = setting(None, "compare with transformers, eager and compiled", ("hf",))
-    agree: bool = setting(False, "compare losses and gradients with those of a CPU in float32")
-    preset: str = setting("demo", "sizes", tuple(train.PRESETS))
-    batch_size: int | None = setting(None, "sequences per step", "[1, 1e6]")
-    block_size: int | None = setting(None, "tokens per sequence", "[4, 1e5]")
-    mask_rate: float | None = setting(None, "share of tokens that mlm selects", "(0, 1)")
-    pairs: int = setting(15, "timed steps of each model", "[2, 1e6]")
-    device: str | None = DEVICE
-    dtype: str | None = DTYPE
-    compile: bool | None = setting(None, "use torch.compile (default: --peer measures both)")
-    json: str | None = setting(None, "write the rows to this JSON file", PATH)
-
-    __post_init__ = validate_config
+    pe: str
+    objective: str
+    compile: bool
+    peer: str | None = None
 
     @property
     def name(self):
@@ -84,20 +73,20 @@ class FullMLM(MLM):
         return self.score(encoder, hidden, batch["original"], batch["eligible"])
 
 
-def build(v):
-    """BenchConfig of one row -> model, EncoderConfig, arguments of train.py. Raises ValueError on a
+def build(v, args):
+    """A Variant and the flags -> model, EncoderConfig, arguments of train.py. Raises UserError on a
     combination that is not possible."""
-    flags = ["--preset", v.preset, "--pe", v.pe]
+    flags = ["--preset", args.preset, "--pe", v.pe]
     flags += ["--objective", v.objective.replace("mlm_full", "mlm")]
     for name in SIZES:
-        if getattr(v, name) is not None:
-            flags += [f"--{name}", str(getattr(v, name))]
-    args = train.parse_args(flags)
-    model = train.build_model(args, vocab_size=8192 if args.tokenizer == "bpe" else 50265)
+        if getattr(args, name) is not None:
+            flags += [f"--{name}", str(getattr(args, name))]
+    run = train.parse_args(flags)
+    model = train.build_model(run, 8192 if run.tokenizer == "bpe" else 50265, tokenizer=None)
     if "mlm_full" in v.objective:
         model.objectives["mlm"] = FullMLM(model.encoder, model.objectives["mlm"].cfg)
     cfg = model.encoder.config
-    return build_peer(cfg) if v.peer else model, cfg, args
+    return build_peer(cfg) if v.peer else model, cfg, run
 
 
 def build_peer(cfg):
@@ -106,7 +95,7 @@ def build_peer(cfg):
     from tools.hf import transformers
 
     if transformers is None:
-        raise ValueError("--peer needs transformers: pip install -r requirements-dev.txt")
+        raise UserError("--peer needs transformers: pip install -r requirements-dev.txt")
     sizes = {theirs: getattr(cfg, ours) for ours, theirs in NAMES.items()}
     config = transformers.RobertaConfig(
         **sizes,
@@ -127,9 +116,9 @@ def mask_like_peer(tokens, cfg, rate):
     return {"input_ids": ids, "labels": tokens.masked_fill(~selected, -100)}
 
 
-def random_tokens(cfg, args):
+def random_tokens(cfg, run):
     """-> (B, L) ids from 4 on, since 0 to 3 are RoBERTa's special tokens."""
-    tokens = torch.randint(4, cfg.cls_id, (args.batch_size, args.block_size))
+    tokens = torch.randint(4, cfg.cls_id, (run.batch_size, run.block_size))
     tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
     return tokens
 
@@ -138,21 +127,21 @@ def random_tokens(cfg, args):
 # Time and memory
 
 
-def make_step(v):
+def make_step(v, args):
     """-> a function that trains for one step and returns its seconds."""
     torch.manual_seed(0)
-    device, dtype = pick_device(v.device), getattr(torch, v.dtype)
-    model, cfg, args = build(v)
+    device, dtype = args.device, args.dtype
+    model, cfg, run = build(v, args)
     model.to(device).train()
     net = torch.compile(model) if v.compile else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    tokens = random_tokens(cfg, args).to(device)
+    tokens = random_tokens(cfg, run).to(device)
 
     def step():
         start = perf_counter()
         if v.peer:
-            inputs = mask_like_peer(tokens, cfg, args.mask_rate)
+            inputs = mask_like_peer(tokens, cfg, run.mask_rate)
             with autocast(device, dtype):
                 loss = net(**inputs).loss
         else:
@@ -171,70 +160,70 @@ def make_step(v):
     return step
 
 
-def time_in_turns(*variants):
+def time_in_turns(variants, args):
     """-> for each variant, the seconds of its timed steps."""
     torch._dynamo.reset()  # else earlier variants count towards the recompile limit
-    steps = [make_step(v) for v in variants]
-    rounds = [[step() for step in steps] for _ in range(WARMUP + variants[0].pairs)]
+    steps = [make_step(v, args) for v in variants]
+    rounds = [[step() for step in steps] for _ in range(WARMUP + args.pairs)]
     return list(zip(*rounds[WARMUP:]))
 
 
-def peak_memory(v):
+def peak_memory(v, args):
     """-> peak memory of a few steps in MiB, in a new process. (A child's peak starts with its
     parent's, so this comes before anything large is built.)"""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure_memory, v).result()
+        return pool.submit(measure_memory, v, args).result()
 
 
-def measure_memory(v):
+def measure_memory(v, args):
     keep_memory()
-    step = make_step(v)
+    step = make_step(v, args)
     for _ in range(3):
         step()
-    return peak_memory_mb(pick_device(v.device))
+    return peak_memory_mb(args.device)
 
 
-def compare(groups):
+def compare(groups, args):
     """Yield a row for every reference and variant. groups: pairs of a reference and a variant,
     which take turns; `speed` is the reference's time over the variant's."""
-    peaks = {v: peak_memory(v) for v in dict.fromkeys(itertools.chain(*groups))}
+    peaks = {v: peak_memory(v, args) for v in dict.fromkeys(itertools.chain(*groups))}
     keep_memory()
     print(
         f"{'':14}{'pe':19}{'objective':12}{'B x L':>10}{'ms/step':>10}{'tokens/s':>11}"
         f"{'peak MB':>9}  speed (quartiles)"
     )
     for reference, variant in groups:
-        timed = time_in_turns(reference, variant)
+        timed = time_in_turns((reference, variant), args)
         for v, seconds in zip((reference, variant), timed):
             if v not in peaks:
                 continue  # its row is there already
             with torch.device("meta"):  # only to describe it
-                model, _, args = build(v)
+                model, _, run = build(v, args)
             low, middle, high = quantiles([a / b for a, b in zip(timed[0], seconds)], n=4)
             row = {
                 "name": v.name,
                 "pe": v.pe,
                 "objective": v.objective,
-                **{name: getattr(args, name) for name in SIZES},
+                **{name: getattr(run, name) for name in SIZES},
                 "parameters": sum(p.numel() for p in model.parameters()),
-                "tokens_per_s": args.batch_size * args.block_size / median(seconds),
+                "tokens_per_s": run.batch_size * run.block_size / median(seconds),
                 "ms_per_step": 1e3 * median(seconds),
                 "peak_mem_mb": peaks.pop(v),
                 "reference": f"{reference.name}, {reference.pe}, {reference.objective}",
                 "speed": middle,
                 "speed_middle_half": [low, high],
             }
-            shape = f"{args.batch_size} x {args.block_size}"
+            yield row  # written before it is printed
+            shape = f"{run.batch_size} x {run.block_size}"
             print(
                 f"{v.name:14}{v.pe:19}{v.objective:12}{shape:>10}{row['ms_per_step']:10.1f}"
                 f"{row['tokens_per_s']:11,.0f}{row['peak_mem_mb']:9,.0f}"
                 f"  {middle:.2f} ({low:.2f} - {high:.2f})",
                 flush=True,
             )
-            yield row
 
 
-def agree(variants):
+def agree(variants, args):
     """Yield for each variant how far the loss and the gradient of one batch are from those of a CPU
     in float32: the difference of the losses, and the norm of the gradients' difference over the
     gradient's norm."""
@@ -242,10 +231,10 @@ def agree(variants):
     for v in variants:
         torch._dynamo.reset()  # as in time_in_turns
         torch.manual_seed(0)
-        model, cfg, args = build(v)
+        model, cfg, run = build(v, args)
         model.eval()  # no dropout
-        batch = model.corrupt(random_tokens(cfg, args), 0)
-        here = pick_device(v.device), getattr(torch, v.dtype)
+        batch = model.corrupt(random_tokens(cfg, run), 0)
+        here = args.device, args.dtype
         losses, gradients = [], []
         for device, dtype in ((torch.device("cpu"), torch.float32), here):
             model.to(device).zero_grad()
@@ -258,12 +247,12 @@ def agree(variants):
             gradients.append(torch.cat(parts).float().cpu())
         difference = abs(losses[1] - losses[0])
         relative = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+        row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile}
+        yield {**row, "loss": losses[0], "difference": difference, "gradient_difference": relative}
         print(
             f"{v.pe:19}{v.objective:12}{losses[0]:14.4f}{difference:12.1e}{relative:17.1e}",
             flush=True,
         )
-        row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": bool(v.compile)}
-        yield {**row, "loss": losses[0], "difference": difference, "gradient_difference": relative}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,7 +260,7 @@ def agree(variants):
 
 
 def measurements(args):
-    """-> an iterator of rows. Raises ValueError before anything is measured."""
+    """-> an iterator of rows. Raises UserError before anything is measured."""
     names = {}
     for name, components in SCHEMES.items():
         names.setdefault(tuple(components), name)  # an alias would be measured twice
@@ -281,47 +270,62 @@ def measurements(args):
         objectives = [*OBJECTIVES, "mlm_full"]
     several = len(pes) > 1 or len(objectives) > 1
     if len(pes) > 1 and len(objectives) > 1 and not args.agree:
-        raise ValueError("several schemes or several objectives, but not both (except --agree)")
+        raise UserError("several schemes or several objectives, but not both (except --agree)")
     if args.peer and (several or args.agree):
-        raise ValueError("--peer takes one scheme and one objective, and no --agree")
+        raise UserError("--peer takes one scheme and one objective, and no --agree")
     compiling = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
-    if True in compiling and not can_compile(pick_device(args.device)):
+    if True in compiling and not can_compile(args.device):
         print("not compiled: there is no compiler here")
         compiling = [False]
-    pairs = itertools.product(pes, objectives)
-    variants = [replace(args, pe=x, objective=y, peer=None, compile=compiling[0]) for x, y in pairs]
+    variants = [Variant(*pair, compiling[0]) for pair in itertools.product(pes, objectives)]
     for v in variants:
         with torch.device("meta"):  # only checks the combination
-            build(v)
+            build(v, args)
     if args.agree:
-        return agree(variants)
+        return agree(variants, args)
     if args.peer:
-        ours = [replace(variants[0], compile=kind) for kind in compiling]
-        return compare([(replace(v, peer="hf", pe="abs", objective="mlm"), v) for v in ours])
+        ours = [variants[0]._replace(compile=kind) for kind in compiling]
+        return compare([(Variant("abs", "mlm", v.compile, "hf"), v) for v in ours], args)
     change = {"pe": "abs"} if objectives == ["mlm"] or len(pes) > 1 else {"objective": "mlm"}
-    reference = replace(variants[0], **change)
+    reference = variants[0]._replace(**change)
     others = [v for v in variants if v != reference] or [reference]
-    return compare([(reference, v) for v in others])
+    return compare([(reference, v) for v in others], args)
+
+
+def parse_args(argv=None):
+    parser = Parser("-m tools.bench", __doc__)
+    flag = parser.add_argument
+    flag("--pe", default="abs", help="schemes separated by commas, or all")
+    flag("--objective", default="mlm", help="objectives separated by commas, or all")
+    flag("--peer", choices=["hf"], help="compare with transformers, eager and compiled")
+    agreement = "compare losses and gradients with those of a CPU in float32"
+    flag("--agree", action="store_true", help=agreement)
+    flag("--preset", choices=train.PRESETS, default="demo", help="sizes")
+    flag("--batch_size", type=between(int, "[1, 1e6]"), help="sequences per step")
+    flag("--block_size", type=between(int, "[4, 1e5]"), help="tokens per sequence")
+    flag("--mask_rate", type=between(float, "(0, 1)"), help="share of tokens that mlm selects")
+    flag("--pairs", type=between(int, "[2, 1e6]"), default=15, help="timed steps of each model")
+    flag("--json", type=os.path.expanduser, help="write the rows to this JSON file")
+    add_device_flags(parser)  # with --peer, both kinds are measured unless --compile is given
+    return parser.parse_args(argv)
 
 
 def main(argv=None):
-    remedy = "decrease --batch_size or --block_size, or choose a smaller --preset"
-    with catch_errors(remedy):
-        parser = Parser("-m tools.bench", __doc__)
-        parser.add_settings("flags", BenchConfig, SIZES)
-        args = BenchConfig(**vars(parser.parse_args(argv)))
-        device = pick_device(args.device)
-        dtype = str(pick_dtype(device, args.dtype)[0]).removeprefix("torch.")
-        rows = measurements(replace(args, dtype=dtype))  # nothing is measured yet
-        name, threads = processor_name(device.type), torch.get_num_threads()
+    with one_line_errors("decrease --batch_size or --block_size, or choose a smaller --preset"):
+        args = parse_args(argv)
+        args.device = pick_device(args.device)
+        args.dtype, _ = pick_dtype(args.device, args.dtype)
+        rows = measurements(args)  # nothing is measured yet
+        name, threads = processor_name(args.device.type), torch.get_num_threads()
+        dtype = str(args.dtype).removeprefix("torch.")
         machine = f"{name}, {threads} threads, torch {torch.__version__}, {dtype}"
         print(f"{machine}; preset {args.preset}")
-        done = []
+        measured = []
         for row in rows:
-            done.append(row)
+            measured.append(row)
             if args.json:
                 Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-                write_json(args.json, {"machine": machine, "rows": done})
+                write_json(args.json, {"machine": machine, "rows": measured})
 
 
 if __name__ == "__main__":

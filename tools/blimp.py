@@ -16,7 +16,7 @@ over paradigms, and that of order-only pairs.
 """
 
 import os
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas  # comes with datasets
@@ -24,46 +24,37 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm  # comes with datasets
 
-from lib.config import DEVICE, PATH, Parser, catch_errors, setting
+from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
-from lib.sources import list_files
 from model import UNKNOWN_POS
-from tools.probe import output_folder, print_table, write_numbers
+from tools.probe import add_run_flags, output_folder, print_table, write_numbers
 from tools.sample import load_pretraining, position_objective
 
 BATCH_TOKENS = 8192  # tokens per batch
 TIE_NATS = 1e-4  # scores that are closer than this tie
 
 
-@dataclass
-class BlimpConfig:
-    pairs: str | None = setting(None, "folder of .jsonl files, or one file", PATH)
-    ckpt: str | None = setting(None, "run folder or checkpoint (default: the newest run)", PATH)
-    out_dir: str | None = setting(None, "where to write (default: RUN/blimp)", PATH)
-    device: str | None = DEVICE
-
-
 def read_pairs(path):
     """-> a table of good, bad, paradigm, phenomenon. The last two default to the file's name.
-    Raises ValueError."""
+    Raises UserError."""
     tables = []
-    for file in list_files(path if os.path.isfile(path) else os.path.join(path, "*.jsonl*")):
+    for file in sorted(Path(path).glob("[!.]*.jsonl*")) if os.path.isdir(path) else [path]:
         try:
             rows = pandas.read_json(file, lines=True, dtype=False, encoding="utf-8-sig")
         except Exception as error:  # parsers and decompressors raise many kinds of errors
-            raise ValueError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+            raise UserError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
         rows = rows.reindex(columns=["sentence_good", "sentence_bad", "UID", "linguistics_term"])
         rows.columns = "good bad paradigm phenomenon".split()
         if not rows[["good", "bad"]].map(lambda x: isinstance(x, str) and x.strip()).all(axis=None):
-            raise ValueError(f"{file}: every line needs texts sentence_good and sentence_bad")
+            raise UserError(f"{file}: every line needs texts sentence_good and sentence_bad")
         rows["paradigm"] = rows.paradigm.fillna(os.path.basename(file).partition(".jsonl")[0])
         # The paper counts the s-selection paradigms under argument structure.
         rows["phenomenon"] = rows.phenomenon.fillna(rows.paradigm)
         rows["phenomenon"] = rows.phenomenon.replace("s-selection", "argument_structure")
         tables.append(rows)
     if not sum(map(len, tables)):
-        raise ValueError(f"--pairs {path}: there are no pairs, it takes a folder of .jsonl files")
+        raise UserError(f"--pairs {path}: there are no pairs, it takes a folder of .jsonl files")
     return pandas.concat(tables, ignore_index=True)
 
 
@@ -101,7 +92,8 @@ def offset_likelihood(model, tokens):
     pos = index.expand(B, L).clone()
     if objective.masks_positions:
         pos[:, 1:-1] = UNKNOWN_POS
-    s = objective.head.scores(model.encoder, model.encoder(tokens, pos), pos)  # (B, n, n, H)
+    states = model.encoder.hidden_states(tokens, pos)
+    s = objective.head.scores(model.encoder, states, pos)  # (B, n, n, H)
     true = (index - index[:, None])[1:-1, 1:-1].expand(B, -1, -1)  # (B, n, n)
     pairs = true != 0
     label = objective.label(true, true)[pairs]
@@ -113,7 +105,7 @@ def offset_likelihood(model, tokens):
 @torch.no_grad()
 def sentence_scores(model, sentences):
     """N lists of ids -> (N,) float64. In float32 without autocast, so that ties stay ties. Raises
-    ValueError if the objective cannot score sentences."""
+    UserError if the objective cannot score sentences."""
     cfg, device = model.encoder.config, model.encoder.tok.weight.device
     if "mlm" in model.objectives:
         score = pseudo_log_likelihood
@@ -122,7 +114,7 @@ def sentence_scores(model, sentences):
     elif position_objective(model):
         score = offset_likelihood
     else:
-        raise ValueError(
+        raise UserError(
             f"{'+'.join(model.names)} cannot score sentences; mlm, clm and position objectives can"
         )
     lengths = np.array([len(ids) for ids in sentences])
@@ -139,7 +131,7 @@ def sentence_scores(model, sentences):
 
 def score_pairs(model, pairs):
     """-> what blimp.json holds. Pairs that are too long for the model are left out. Raises
-    ValueError if all are."""
+    UserError if all are."""
 
     def encode(text):  # with a space, as before a word inside a sentence
         return model.encoder.tokenizer.encode_ordinary(" " + text.strip())
@@ -148,7 +140,7 @@ def score_pairs(model, pairs):
     longest = model.encoder.config.max_len - 2
     ids = ids[ids.map(len).max(axis=1) <= longest]
     if ids.empty:
-        raise ValueError(f"all pairs are longer than the {longest} tokens that the model takes")
+        raise UserError(f"all pairs are longer than the {longest} tokens that the model takes")
     good, bad = np.split(sentence_scores(model, [*ids.good, *ids.bad]), 2)
     table = pairs.loc[ids.index]
     table["order_only"] = ids.good.map(sorted) == ids.bad.map(sorted)
@@ -167,25 +159,25 @@ def score_pairs(model, pairs):
 
 
 def main(argv=None):
-    with catch_errors():
+    with one_line_errors():
         parser = Parser("-m tools.blimp", __doc__)
-        parser.add_settings("flags", BlimpConfig)
-        args = parser.parse_args(argv, BlimpConfig())
+        folder = "folder of .jsonl files, or one file"
+        parser.add_argument("--pairs", type=os.path.expanduser, required=True, help=folder)
+        add_run_flags(parser, "blimp")
+        args = parser.parse_args(argv)
         keep_memory()
-        if not args.pairs:
-            raise ValueError("--pairs is missing: a folder of .jsonl files")
         pairs, path = read_pairs(args.pairs), args.ckpt or newest_run()
         model = load_pretraining(path).to(pick_device(args.device))
-        found = score_pairs(model, pairs)
-        rows = [{"phenomenon": key, "accuracy": x} for key, x in found["phenomena"].items()]
-        rows += [{"phenomenon": key, "accuracy": found[key]} for key in ("mean", "order_only")]
+        results = score_pairs(model, pairs)
+        file = output_folder(path, "blimp", args.out_dir) / "blimp.json"
+        write_numbers(file, results)
+        rows = [{"phenomenon": key, "accuracy": x} for key, x in results["phenomena"].items()]
+        rows += [{"phenomenon": key, "accuracy": results[key]} for key in ("mean", "order_only")]
         print_table(rows)
         print(
-            f"{found['pairs']:,} pairs, {found['left_out']:,} too long; {found['ties']:,} ties; "
-            f"{found['order_only_pairs']:,} are two orders of the same tokens (order_only)"
+            f"{results['pairs']:,} pairs, {results['left_out']:,} too long; {results['ties']:,} "
+            f"ties; {results['order_only_pairs']:,} are two orders of the same tokens (order_only)"
         )
-        file = output_folder(path, "blimp", args.out_dir) / "blimp.json"
-        write_numbers(file, found)
         print(f"wrote {file}")
 
 

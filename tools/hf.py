@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from data import DataConfig, encoding_arguments, gpt2_state
-from lib.config import Parser, catch_errors, defaults
+from lib.bpe import encoding_arguments, gpt2_state
+from lib.config import Parser, UserError, one_line_errors
 from lib.files import read_checkpoint, read_jsonl, write_checkpoint, write_json
 from lib.sources import check_hub
 from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load, parse_pe
@@ -80,14 +80,14 @@ def linears_and_norms(net):
 
 
 def compare_hidden_states(encoder, theirs, their_ids):
-    """Raise ValueError if the two models differ on two random sequences, which would mean that
+    """Raise UserError if the two models differ on two random sequences, which would mean that
     transformers has changed."""
     ids = torch.randint(encoder.config.cls_id, (2, encoder.config.max_len))
     hidden = theirs.eval().base_model(torch.tensor(their_ids)[ids])[0]
     difference = (encoder.eval()(ids) - hidden).abs().max()
     print(f"checked: the hidden states of two random sequences differ by {difference:.1e} at most")
     if not difference < 1e-3:
-        raise ValueError(f"transformers {transformers.__version__} gives other hidden states")
+        raise UserError(f"transformers {transformers.__version__} gives other hidden states")
 
 
 def token_names(arguments):
@@ -105,34 +105,34 @@ def token_names(arguments):
 
 
 def from_pretrained(auto_class, source, **options):
-    """transformers' from_pretrained, with a one-line ValueError for anything that fails."""
+    """transformers' from_pretrained, with a UserError for anything that fails."""
     try:
         return getattr(transformers, auto_class).from_pretrained(source, **options)
     except Exception as error:  # a wrong name, no network, a damaged file: many exception types
-        raise ValueError(f"{source} cannot be read: {error!r:.300}") from None
+        raise UserError(f"{source} cannot be read: {error!r:.300}") from None
 
 
 def match_ids(tokenizer, size, names):
     """-> for each of our ids, the id of the same token in their tokenizer; a permutation of
-    range(size). Raises ValueError."""
+    range(size). Raises UserError."""
     ids = tokenizer.get_vocab()
     ids |= {name: getattr(tokenizer, f"{role}_id") for role, name in SPECIALS.items()}
     # Our four spare special tokens get the ids that remain: <unk> and the three fillers.
     their_ids = [ids.get(name) for name in names[:-4]]
     remaining = sorted(set(range(size)) - set(their_ids))
     if None in their_ids or len(remaining) != 4:
-        raise ValueError(f"{tokenizer.name_or_path}: its tokens are not GPT-2's plus 8 specials")
+        raise UserError(f"{tokenizer.name_or_path}: its tokens are not GPT-2's plus 8 specials")
     return their_ids + remaining
 
 
 def import_run(source, run):
-    """A RoBERTa model -> a run folder. Raises ValueError if the model is not RoBERTa."""
+    """A RoBERTa model -> a run folder. Raises UserError if the model is not RoBERTa."""
     if not os.path.isdir(source):
         check_hub()
     config = from_pretrained("AutoConfig", source)
     for key, value in ROBERTA.items():
         if getattr(config, key, value) != value:
-            raise ValueError(f"{source} is not RoBERTa: its {key} is {getattr(config, key)}")
+            raise UserError(f"{source} is not RoBERTa: its {key} is {getattr(config, key)}")
     state = gpt2_state()
     arguments = encoding_arguments(state)
     tokenizer = from_pretrained("AutoTokenizer", source)
@@ -142,11 +142,12 @@ def import_run(source, run):
     wrong = [f"missing {key}" for key in info["missing_keys"]]
     wrong += [f"extra {key}" for key in info["unexpected_keys"] if "pooler" not in key]
     if wrong:
-        raise ValueError(f"{source} is not RoBERTa: {', '.join(sorted(wrong)[:3])}")
+        raise UserError(f"{source} is not RoBERTa: {', '.join(sorted(wrong)[:3])}")
 
     sizes = {ours: getattr(config, name) for ours, name in SIZES.items()}
     cfg = EncoderConfig(max_len=config.max_position_embeddings - 2, **sizes)
-    model = Pretraining(Encoder(cfg), ObjectiveConfig("mlm"))
+    objective = ObjectiveConfig("mlm")
+    model = Pretraining(Encoder(cfg), objective)
     for own, given in zip(linears_and_norms(model), linears_and_norms(theirs.float())):
         own.copy_(given)
     decoder = theirs.lm_head.decoder  # its weight is the token embedding
@@ -159,7 +160,7 @@ def import_run(source, run):
     compare_hidden_states(model.encoder, theirs, their_ids)
     run.mkdir(parents=True)
     checkpoint = {
-        "args": defaults(ObjectiveConfig, DataConfig) | {"tokenizer": "gpt2"},
+        "args": asdict(objective) | {"dataset": source, "cache": "cache"},
         "command": shlex.join(["python", "-m", "tools.hf", "import", source, str(run)]),
         "identity": {"imported from": source},  # so that it cannot be resumed
         "precision": ["", ""],
@@ -179,14 +180,14 @@ def import_run(source, run):
 
 def new_model(run, encoder, checkpoint):
     """-> a randomly initialized model of transformers with the run's architecture. Raises
-    ValueError if transformers has none."""
+    UserError if transformers has none."""
     cfg, weights, task = encoder.config, checkpoint["model"], "task" in checkpoint
     components = set(parse_pe(cfg.pe))
     kinds = [kind for pe, kind in ARCHITECTURES.items() if set(parse_pe(pe)) == components]
     # RoFormer's classification head has a GELU, and our span head is a single layer.
     other_head = task and (kinds == ["roformer"] or "head.4.weight" not in weights)
     if not kinds or other_head or cfg.norm != "post" or "objectives.clm.bias" in weights:
-        raise ValueError(
+        raise UserError(
             f"{run}, --pe {cfg.pe}: transformers has no such model. Schemes to export: "
             f"{', '.join(ARCHITECTURES)}; not clm or --norm pre, nor rope or SQuAD if fine-tuned"
         )
@@ -204,9 +205,9 @@ def new_model(run, encoder, checkpoint):
 
 
 def export_run(run, folder):
-    """A run or a fine-tuned model -> a folder that transformers opens. Raises ValueError if it
+    """A run or a fine-tuned model -> a folder that transformers opens. Raises UserError if it
     cannot be exported."""
-    encoder, checkpoint = load(run), read_checkpoint(run)
+    checkpoint, encoder = read_checkpoint(run), load(run)
     cfg, scheme, weights = encoder.config, encoder.scheme, checkpoint["model"]
     theirs = new_model(run, encoder, checkpoint)
     # First the encoder, then the head of a task or of mlm, if there is one.
@@ -296,7 +297,7 @@ Positional scheme: {checkpoint["config"]["pe"]}. Trained on: {trained_on},
 
 def main(argv=None):
     directions = {"import": import_run, "export": export_run}
-    with catch_errors(), torch.no_grad():
+    with one_line_errors(), torch.no_grad():
         parser = Parser("-m tools.hf", __doc__)
         parser.usage = "python -m tools.hf import|export SOURCE TARGET"
         parser.add_argument("direction", choices=directions)
@@ -304,11 +305,11 @@ def main(argv=None):
         parser.add_argument("target", type=lambda path: Path(path).expanduser())
         args = parser.parse_args(argv)
         if transformers is None:
-            raise ValueError("tools.hf needs transformers: pip install transformers")
+            raise UserError("tools.hf needs transformers: pip install transformers")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         if args.target.exists():
-            raise ValueError(f"{args.target} already exists: choose another name")
+            raise UserError(f"{args.target} already exists: choose another name")
         directions[args.direction](args.source, args.target)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.config import Parser, catch_errors
+from lib.config import Parser, UserError, one_line_errors
 from lib.files import atomic_write, newest_run, read_checkpoint, write_checkpoint
 from model import PE_NAMES, Component, Positions, Rotary, parse_pe
 from tools.sample import load_pretraining, position_objective
@@ -48,13 +48,15 @@ def can_show(pe):
 
 
 def check(path, model):
-    """Raise ValueError if the page cannot compute the model."""
+    """Raise UserError if the page cannot compute the model."""
     pe = model.encoder.config.pe
     if not can_show(pe):
         names = ", ".join(filter(can_show, PE_NAMES))
-        raise ValueError(f"{path}: a page cannot run --pe {pe}, only {names} and their sums")
+        raise UserError(f"{path}: a page cannot run --pe {pe}, only {names} and their sums")
     if model.causal:
-        raise ValueError(f"{path}: clm is causal, and a page runs bidirectional models only")
+        raise UserError(f"{path}: clm is causal, and a page runs bidirectional models only")
+    if (position := position_objective(model)) and position.cfg.pair_layer == "last":
+        raise UserError(f"{path}: a page has no --pair_layer last")
 
 
 def to_base64(tensors, dtype):
@@ -105,14 +107,14 @@ def describe_run(model):
 
 
 def page_text(paths):
-    """Paths of runs -> the HTML of their page. Raises ValueError, FileNotFoundError."""
+    """Paths of runs -> the HTML of their page. Raises UserError."""
     runs, ranks = [], None
     for path in paths:
         model = load_pretraining(path)
         check(path, model)
         own_ranks = model.run_info["tokenizer"]["mergeable_ranks"]
         if ranks not in (None, own_ranks):
-            raise ValueError(f"{path} has another tokenizer than {paths[0]}")
+            raise UserError(f"{path} has another tokenizer than {paths[0]}")
         ranks = own_ranks
         runs.append(describe_run(model))
     tokens = [token.decode("latin-1") for token in sorted(ranks, key=ranks.get)]
@@ -122,17 +124,16 @@ def page_text(paths):
 
 
 def half_checkpoint(path):
-    """A run's checkpoint with its matrices in 16 bits, without the optimizer's state. Raises
-    ValueError, FileNotFoundError."""
+    """A run's checkpoint with its matrices in 16 bits, without the optimizer's state."""
     checkpoint = read_checkpoint(path)
-    # Vectors are small, and frequencies need their 32 bits (Constant in model.py).
+    # Vectors are small, and frequencies need their 32 bits.
     weights = checkpoint["model"].items()
     checkpoint["model"] = {name: x.half() if x.dim() == 2 else x for name, x in weights}
     return {key: value for key, value in checkpoint.items() if key not in ("optimizer", "scaler")}
 
 
 def main(argv=None):
-    with catch_errors():
+    with one_line_errors():
         parser = Parser("-m tools.page", __doc__)
         parser.usage = "python -m tools.page [RUN ...] FILE.html | RUN FILE.pt"
         parser.add_argument("runs", nargs="*", metavar="RUN", type=os.path.expanduser)
@@ -140,15 +141,15 @@ def main(argv=None):
         args = parser.parse_args(argv)
         file, runs = Path(args.file), args.runs or [newest_run()]
         if file.suffix not in (".html", ".pt") or file.is_dir() or not file.parent.is_dir():
-            raise ValueError(
+            raise UserError(
                 f"cannot write {file}: the last argument is FILE.html or FILE.pt, in a folder that "
                 "exists"
             )
         if file.resolve() == SOURCE or (file.suffix == ".pt" and file.name.startswith("ckpt")):
-            raise ValueError(f"{file} would be overwritten: choose another file")
+            raise UserError(f"{file} would be overwritten: choose another file")
         if file.suffix == ".pt":
             if len(args.runs) != 1:
-                raise ValueError(f"{file}: a checkpoint is made from one RUN")
+                raise UserError(f"{file}: a checkpoint is made from one RUN")
             write_checkpoint(file, half_checkpoint(runs[0]))
         else:
             text = page_text(runs)

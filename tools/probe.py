@@ -4,8 +4,8 @@
     python -m tools.probe --runs 'out/*'         # compare runs: tables, and the maps of all
     python -m tools.probe --pe t5,rope,alibi     # untrained schemes (or all); needs no run
     python -m tools.probe --dynamics RUN         # similarity of contexts, over checkpoints
-    python -m tools.probe --terms --ckpt RUN --text '...'   # attention logits, term by term
-    python -m tools.probe --terms RUN RUN2       # the same for two runs, one below the other
+    python -m tools.probe --terms RUN --text '...'   # attention logits, term by term
+    python -m tools.probe --terms RUN RUN2           # the same for two runs, one below the other
 
 The identical-word probe (Wang 2021, sec 4.2 and app. B) feeds sequences [CLS] w ... w [SEP], in
 which only the positions differ, and averages the attention of layer 1 over heads and 300 words. The
@@ -36,7 +36,7 @@ import os
 import re
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +46,12 @@ import torch.nn.functional as F
 
 from data import open_corpus, validation_batches, validation_sequences
 from finetune import best_runs
-from lib.config import DEVICE, PATH, Parser, catch_errors, setting
+from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run, read_json, read_jsonl, write_json
 from model import (
     MAX_OFFSET,
     PE_NAMES,
-    Constant,
     Encoder,
     EncoderConfig,
     FactoredBias,
@@ -60,9 +59,9 @@ from model import (
     Relative,
     RelativeKeys,
     RelativeSinusoidal,
-    Sinusoidal,
     Tupe,
     UntiedPositions,
+    frequencies,
 )
 from objectives import new_batch, seeded_generator
 from tools.sample import detect_moved, encode, load_pretraining, position_objective
@@ -72,23 +71,6 @@ TIE = 1e-12  # differences below this share of the largest entry are rounding er
 TRAIN_TOKENS = 10_000_000  # tokens of the training text from which random ones are drawn
 SENTENCE = "Return the index of the key in the list."  # of --terms
 DYNAMICS_SEQUENCES = 128  # validation sequences that --dynamics uses
-
-
-@dataclass
-class ProbeConfig:
-    """The flags; --runs and --terms, which take several values, are added in parse_args."""
-
-    ckpt: str | None = setting(None, "run folder or checkpoint (default: the newest run)", PATH)
-    pe: str | None = setting(None, "untrained schemes, such as t5,rope,alibi, or all")
-    dynamics: str | None = setting(None, "run folder with the checkpoints of --keep_every", PATH)
-    pairs: str | None = setting(
-        None, "with --dynamics: a file of word pairs, word<TAB>word<TAB>score", PATH
-    )
-    text: str | None = setting(None, "with --terms: a sentence")
-    out_dir: str | None = setting(
-        None, "where to write (default: RUN/probe and the like, --pe: out/schemes)", PATH
-    )
-    device: str | None = DEVICE
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,6 +133,19 @@ def indicators(A):
 # The identical-word probe
 
 
+@torch.no_grad()
+def attention_logits(encoder, tokens, layer=0, pos=None, pad=None, causal=False):
+    """The attention logits of a block, before the softmax; layer 0 to n_layer - 1, the other
+    arguments are those of Encoder.forward -> (B, H, L, L)."""
+    pos = Positions(torch.arange(tokens.size(1), device=tokens.device) if pos is None else pos)
+    if layer == 0:  # without the other blocks, which would take most of the time
+        x = encoder.embed(tokens, pos)
+    else:
+        x = encoder.hidden_states(tokens, pos, pad, causal)[layer]
+    q, k, _ = encoder.blocks[layer].heads(x)
+    return encoder.logits(q, k, pos, layer, pad, causal)
+
+
 def probe_words(encoder, n=300):
     """A fixed choice of n tokens that are whole words, or of any tokens if there are too few
     -> (n,) ids."""
@@ -172,7 +167,7 @@ def identical_word_maps(encoder, words, causal=False):
     sequences[:, 0], sequences[:, -1] = cfg.cls_id, cfg.sep_id
     logits = A = 0
     for tokens in sequences.split(16):
-        s = encoder.attention_logits(tokens, causal=causal).double()  # (16, H, L, L)
+        s = attention_logits(encoder, tokens, causal=causal).double()  # (16, H, L, L)
         logits = logits + s.sum(0)
         A = A + s.softmax(-1).sum(0)
     return (logits / len(words)).numpy(), (A / len(words)).numpy()
@@ -184,13 +179,13 @@ def identical_word_maps(encoder, words, causal=False):
 
 def run_corpus(run_info):
     """The prepared corpus that a run was trained on; nothing is prepared or downloaded. Raises
-    ValueError if it is not in the run's cache (any more)."""
+    UserError if it is not in the run's cache (any more)."""
     args, cache = run_info["args"], Path(run_info["args"]["cache"]).expanduser()
     for folder in (Path(args["dataset"]).expanduser(), *sorted(cache.glob("*"))):
         if (folder / "meta.json").exists() and read_json(folder / "meta.json") == run_info["data"]:
             return open_corpus(folder)
     dataset = run_info["data"]["dataset"]
-    raise ValueError(f"the text of the run ({dataset}) is not prepared in {cache}")
+    raise UserError(f"the text of the run ({dataset}) is not prepared in {cache}")
 
 
 @torch.no_grad()
@@ -202,7 +197,8 @@ def token_ablation(model, corpus):
     -> {"true", "random", "shuffled", "auc"}; auc: how well moved tokens are detected
     (tools.sample.detect_moved), None for pmlm.
     """
-    objective, encoder = position_objective(model), model.encoder
+    [(name, objective)] = [x for x in model.objectives.items() if x[1].kind == "position"]
+    encoder = model.encoder
     cls_id, device = encoder.config.cls_id, encoder.tok.weight.device
     batches = validation_batches(corpus, encoder.config.max_len)
     text = torch.from_numpy(corpus.train[:TRAIN_TOKENS].astype(int)).to(device)
@@ -211,15 +207,13 @@ def token_ablation(model, corpus):
     model.eval()
     for number, tokens in enumerate(batches):  # the same corruption as in train.evaluate
         batch = model.corrupt(tokens.to(device), "validation", number)
-        batch["positions"] = Positions(batch["pos"])
         torch.manual_seed(number)
         for kind, replaced in replaced_tokens(batch["tokens"], cls_id, text).items():
-            batch["tokens"] = replaced
-            hidden = encoder(replaced, batch["positions"])
-            loss, _ = objective.loss(encoder, hidden, batch)
-            losses[kind] += float(loss) * len(tokens) / n
-            if kind == "true" and not objective.masks_positions:
-                aucs += [auc for *_, auc in detect_moved(objective, encoder, hidden, batch)]
+            _, scalars = model({**batch, "tokens": replaced})
+            losses[kind] += float(scalars[name]) * len(tokens) / n
+        if not objective.masks_positions:
+            states = encoder.hidden_states(batch["tokens"], batch["pos"])
+            aucs += [auc for *_, auc in detect_moved(objective, encoder, states, batch)]
     losses["auc"] = float(np.nanmean(aucs)) if aucs else None
     return losses
 
@@ -316,7 +310,7 @@ def proximity(vectors):
         r, dots = torch.arange(length), v @ v.T
         mean = torch.stack([dots.diagonal(i).mean() for i in r])
         curves[f"{axis} vectors"] = r, mean / mean[0]
-        angles = r[:, None] * Constant.frequencies(width // 2 * 2).value
+        angles = r[:, None] * frequencies(width // 2 * 2, v)
         curves[f"default sinusoids of width {width}"] = r, angles.cos().mean(1)
     axes = dict(xlabel="distance r", ylabel="dot product relative to r = 0")
     return [dict(title="proximity", curves=curves, **axes)] if curves else []
@@ -326,11 +320,10 @@ def learned_frequencies(encoder):
     """The frequencies of lsin and rlsin beside the default ones (Wang 2021, fig 4a)."""
     curves = {}
     for name, part in encoder.scheme.parts.items():
-        if isinstance(part, (Sinusoidal, RelativeSinusoidal)) and part.learned:
-            w = part.w.value.detach()
-            k = torch.arange(len(w))
+        if getattr(part, "learned", False):  # sinusoids whose frequencies are parameters
+            w, k = part.w.detach(), torch.arange(len(part.w))
             curves[f"{name}, learned"] = k, w.abs()
-            curves[f"{name}, default"] = k, Constant.frequencies(2 * len(w)).value
+            curves[f"{name}, default"] = k, frequencies(2 * len(w), w)
     axes = dict(xlabel="k", ylabel="|w_k|, radians per position", yscale="log")
     return [dict(title="frequencies", curves=curves, **axes)] if curves else []
 
@@ -391,9 +384,14 @@ def draw(file, panels):
 @torch.no_grad()
 def logit_terms(encoder, tokens):
     """The logits of layer 1 for tokens (1, L), split into terms (TUPE eq 6) -> {title: (H, L, L)},
-    without terms that are 0. They add up to encoder.attention_logits(tokens)."""
+    without terms that are 0. They add up to attention_logits(encoder, tokens)."""
     scheme, block, pos = encoder.scheme, encoder.blocks[0], Positions(torch.arange(tokens.size(1)))
     parts = [*scheme.parts.values()]
+
+    def project(x, bias=None):  # (1, L, C) -> q, k, v (1, H, L, D), without the block's LayerNorm
+        qkv = F.linear(x, block.qkv.weight, bias).unflatten(-1, (3, block.n_head, -1))
+        return qkv.permute(2, 0, 3, 1, 4)
+
     x = encoder.tok(tokens) * scheme.token_scale  # (1, L, C)
     p = scheme.embed(pos)
     p = torch.zeros_like(x) if p is None else p
@@ -403,13 +401,13 @@ def logit_terms(encoder, tokens):
         sd = ((x + p).var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
         x, p = (norm.weight * (z - z.mean(-1, keepdim=True)) / sd for z in (x, p))
         x = x + norm.bias
-    q, k, _ = block.heads(x)  # (1, H, L, D) each
-    p_q, p_k, _ = block.heads(p) - block.heads(torch.zeros_like(p))
+    q, k, _ = project(x, block.qkv.bias)
+    p_q, p_k, _ = project(p)
     *_, rest = scheme.terms(q + p_q, k + p_k, pos, 0, scheme.bias(pos))
     for part in parts:  # rope rotates all four; bert_ad adds projected positions to q and k
-        added = part.edit_qk(0 * q, 0 * k, pos)
-        q, k = (edited - own for edited, own in zip(part.edit_qk(q, k, pos), added))
-        p_q, p_k = part.edit_qk(p_q, p_k, pos)
+        if added := part.edit_qk(0 * q, 0 * k, pos):
+            q, k = (edited - own for edited, own in zip(part.edit_qk(q, k, pos), added))
+            p_q, p_k = part.edit_qk(p_q, p_k, pos)
     t, U = parts[0].scale_terms, "U" if hasattr(parts[0], "positions") else "W"
     root = rf"/ \sqrt{{{t if t > 1 else ''}D}}"
     v = rf"p_i {U}_Q \cdot p_j {U}_K {root}"
@@ -429,7 +427,7 @@ def logit_terms(encoder, tokens):
 
 
 def show_terms(paths, text, out_dir):  # --terms
-    """Write and draw the terms of the logits of a sentence. Raises ValueError, OSError."""
+    """Write and draw the terms of the logits of a sentence."""
     runs = []
     for path in paths:
         model = load_pretraining(path).double()
@@ -473,7 +471,15 @@ def draw_terms(file, runs):
 
 
 # --------------------------------------------------------------------------------------------------
-# Output
+# Flags and output, also of blimp.py and lengths.py
+
+
+def add_run_flags(parser, folder):
+    """The flags --ckpt, --out_dir and --device."""
+    flag, path = parser.add_argument, os.path.expanduser
+    flag("--ckpt", type=path, help="run folder or checkpoint (default: the newest run)")
+    flag("--out_dir", type=path, help=f"where to write (default: RUN/{folder})")
+    flag("--device", choices=("cpu", "cuda", "mps"), help="default: cuda, else mps, else cpu")
 
 
 def output_folder(path, name, out_dir=None):
@@ -495,12 +501,12 @@ def write(folder, numbers, figures):
     """Write probe.json, and the figures if matplotlib is installed."""
     folder, written = Path(folder), ["probe.json"]
     write_numbers(folder / "probe.json", numbers)
-    try:
+    if find_spec("matplotlib"):
         for file, panels in figures.items():
             if panels:
                 (draw_terms if file == "terms.png" else draw)(folder / file, panels)
                 written.append(file)
-    except ImportError:
+    else:
         print("no figures: pip install matplotlib")
     print(f"wrote {folder}: {', '.join(written)}")
 
@@ -528,16 +534,13 @@ def print_table(rows):
 
 def examine(path, device):
     """-> the model on the CPU in float64, the mean logits (H, L, L) of the identical-word probe,
-    its map A (L, L), and the numbers for probe.json. Raises ValueError, OSError."""
+    its map A (L, L), and the numbers for probe.json. Raises UserError, OSError."""
     model = load_pretraining(path)
-    losses = {
-        "words": dict.fromkeys(("true", "random", "shuffled", "auc")),
-        "mlm": None,
-        "spread": None,
-    }
+    losses = {"words": dict.fromkeys(("true", "random", "shuffled", "auc"))}
+    losses |= {"mlm": None, "spread": None}
     try:
         corpus = run_corpus(model.run_info)
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         print(f"{path}: no losses, {error}")
     else:
         model.to(device)
@@ -563,8 +566,10 @@ def examine(path, device):
 
 
 def probe_run(path, out_dir, device):  # --ckpt
-    """Print and write the probe of one run. Raises ValueError, OSError."""
+    """Write and print the probe of one run. Raises UserError, OSError."""
     model, logits, A, numbers = examine(path, device)
+    folder, saved = output_folder(path, "probe", out_dir), {"ckpt": str(path), **numbers, "map": A}
+    write(folder, saved, figures_of(model.encoder, logits))
     print_table([{"": name.replace("_", " "), **x} for name, x in numbers["indicators"].items()])
     words = numbers["words"]
     if words["true"] is not None:
@@ -581,9 +586,6 @@ def probe_run(path, out_dir, device):  # --ckpt
         )
     if numbers["mlm"] is not None:
         print(f"mlm loss at true positions: {numbers['mlm']:.3f}")
-    numbers = {"ckpt": str(path), **numbers, "map": A}
-    folder = output_folder(path, "probe", out_dir)
-    write(folder, numbers, figures_of(model.encoder, logits))
 
 
 def task_scores(folder, step):
@@ -626,15 +628,17 @@ def correlations(runs, names=INDICATORS):
 
 def compare_runs(patterns, out_dir, device):  # --runs
     """Print the indicators (Wang 2021, table 2) and losses of runs and the correlations with their
-    task scores; draw their maps side by side. Raises ValueError."""
+    task scores; draw their maps side by side. Raises UserError."""
     folders, runs = set(), []
     for pattern in patterns:
-        files = glob.glob(f"{os.path.expanduser(pattern)}/ckpt.pt")
+        pattern = os.path.expanduser(f"{pattern}/ckpt.pt")
+        # A folder's name may contain brackets.
+        files = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))
         folders |= {Path(file).parent for file in files}
     for folder in sorted(folders):
         try:
             model, _, A, numbers = examine(folder, device)
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             print(f"{folder}: left out, {error}")
             continue
         log = read_jsonl(folder / "log.jsonl")
@@ -655,12 +659,14 @@ def compare_runs(patterns, out_dir, device):  # --runs
         title = numbers["pe"] if loss is None else f"{numbers['pe']}  {loss:.2f}"
         runs.append((run, attention_map(title, A)))
     if not runs:
-        raise ValueError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
+        raise UserError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
     rank = {pe: i for i, pe in enumerate(PE_NAMES)}
     runs.sort(key=lambda pair: rank.get(pair[0]["pe"], len(rank)))
     runs, maps = zip(*runs)
-    print_table(runs)
     table5 = correlations(runs)
+    numbers = {"runs": runs, "correlations": table5}
+    write(out_dir or min(folders).parent / "probe", numbers, {"maps.png": maps})
+    print_table(runs)
     if table5:
         print("Pearson's r; positive: runs with a higher indicator have better scores")
         print_table(table5)
@@ -669,23 +675,26 @@ def compare_runs(patterns, out_dir, device):  # --runs
             "no correlations with task scores: they need at least 3 runs of one objective with "
             "results of finetune.py, not counting pe none"
         )
-    numbers = {"runs": runs, "correlations": table5}
-    write(out_dir or min(folders).parent / "probe", numbers, {"maps.png": maps})
 
 
 def untrained_schemes(names, out_dir):  # --pe
     """The indicators and maps of schemes before training, in an encoder of the demo's shape with
-    random tokens. Raises ValueError."""
+    random tokens. Raises UserError."""
     maps, table = [], []
-    for pe in PE_NAMES if names == "all" else names.split(","):
+    names = PE_NAMES if names == "all" else names.split(",")
+    try:
+        configs = [EncoderConfig(vocab_size=8192, pe=pe.strip()) for pe in names]
+    except ValueError as error:  # an unknown scheme or an illegal sum
+        raise UserError(str(error)) from None
+    for cfg in configs:
         torch.manual_seed(0)
-        encoder = Encoder(EncoderConfig(vocab_size=8192, pe=pe.strip())).requires_grad_(False)
+        encoder = Encoder(cfg).requires_grad_(False)
         words = torch.arange(encoder.config.cls_id)[:: encoder.config.cls_id // 50]
         _, A = identical_word_maps(encoder.double().eval(), words)
         maps.append(attention_map(encoder.config.pe, A.mean(0)))
         table.append({"pe": encoder.config.pe, **indicators(A.mean(0)[1:-1, 1:-1])})
-    print_table(table)
     write(out_dir or "out/schemes", {"schemes": table}, {"maps.png": maps})
+    print_table(table)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -716,9 +725,8 @@ def token_spread(encoder, tokens, causal=False):
     -> a list of n_layer + 1 numbers, the first one for the embedding."""
     ordinary = (tokens < encoder.config.cls_id)[..., None].cpu().double()  # (B, L, 1)
     spreads = []
-    for n in range(encoder.config.n_layer + 1):
-        hidden = encoder(tokens, causal=causal, n_layer=n).cpu().double() * ordinary  # (B, L, C)
-        rest = hidden
+    for hidden in encoder.hidden_states(tokens, causal=causal):
+        rest = hidden = hidden.cpu().double() * ordinary  # (B, L, C)
         for axis in (1, 0):  # the mean of each sequence, then of each position
             mean = rest.sum(axis, keepdim=True) / ordinary.sum(axis, keepdim=True).clamp(min=1)
             rest = (rest - mean) * ordinary
@@ -728,13 +736,13 @@ def token_spread(encoder, tokens, causal=False):
 
 def word_pair_similarity(encoder, file):
     """The mean cosine of two words' embeddings (averaged over a word's tokens) over the lines
-    word<TAB>word<TAB>score of a file. Raises ValueError."""
+    word<TAB>word<TAB>score of a file. Raises UserError."""
     cosines = []
     text = Path(file).read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines() or [""], 1):
         words = line.split("\t")[:-1]
         if len(words) != 2:
-            raise ValueError(f"{file}, line {number} is not word<TAB>word<TAB>score")
+            raise UserError(f"{file}, line {number} is not word<TAB>word<TAB>score")
         ids = [encoder.tokenizer.encode_ordinary(" " + word) for word in words]
         one, two = [encoder.tok.weight[x].mean(0) for x in ids]  # (C,)
         cosines.append(F.cosine_similarity(one, two, dim=0))
@@ -744,11 +752,11 @@ def word_pair_similarity(encoder, file):
 def dynamics(folder, pairs, out_dir, device):  # --dynamics
     """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
     and 6), the spread of its hidden states, and the mean entropy of its attention in nats. Raises
-    ValueError, OSError."""
+    UserError, OSError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:
-        raise FileNotFoundError(f"{folder} has no ckpt_<step>.pt: train with --keep_every N")
+        raise UserError(f"{folder} has no ckpt_<step>.pt: train with --keep_every N")
     for step, file in sorted(checkpoints.items()):
         model = load_pretraining(file)
         cfg, encoder = model.encoder.config, model.encoder.to(device)
@@ -760,56 +768,62 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
         spreads = token_spread(encoder, tokens.to(device), model.causal)
         table[-1] |= {f"spread {layer}": x for layer, x in enumerate(spreads)}
         maps = [
-            encoder.attention_logits(tokens[:16].to(device), layer, causal=model.causal).softmax(-1)
+            attention_logits(encoder, tokens[:16].to(device), layer, causal=model.causal).softmax(
+                -1
+            )
             for layer in range(cfg.n_layer)
         ]
         table[-1]["entropy"] = float(torch.special.entr(torch.stack(maps)).sum(-1).mean())
         if pairs:
             table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
-    print_table(table)
-    frame, panels = pandas.DataFrame(table), []
-    for title in frame.columns[1:]:
-        curves = {title: (frame["step"], frame[title])}
+    steps, *columns = zip(*(row.values() for row in table))
+    panels = []
+    for title, values in zip([*table[0]][1:], columns):
+        curves = {title: (steps, values)}
         panels.append(dict(title=title, curves=curves, xlabel="step", ylabel="value"))
     numbers = {"run": str(folder), "sequences": len(tokens), "steps": table}
     write(out_dir or folder / "dynamics", numbers, {"dynamics.png": panels})
+    print_table(table)
 
 
 # --------------------------------------------------------------------------------------------------
 
 
 def parse_args(argv=None):
-    """-> namespace with every flag set. Raises ValueError."""
-    parser = Parser("-m tools.probe", __doc__)
-    parser.add_argument("--runs", nargs="+", metavar="GLOB", help="run folders to compare")
-    parser.add_argument("--terms", nargs="*", metavar="RUN", help="runs whose logits are split")
-    parser.add_settings("flags", ProbeConfig)
-    args = parser.parse_args(argv, ProbeConfig())
-    has_terms = args.terms is not None
-    ckpt = args.ckpt and args.terms != []  # --terms --ckpt RUN is --terms RUN
-    if sum(map(bool, (ckpt, args.runs, args.dynamics, has_terms, args.pe))) > 1:
-        raise ValueError("give one of --ckpt, --runs, --dynamics, --terms and --pe")
-    if args.text and not has_terms:
-        raise ValueError("--text needs --terms")
+    parser, path = Parser("-m tools.probe", __doc__), os.path.expanduser
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--ckpt", type=path, help="run folder or checkpoint (default: the newest run)")
+    mode("--runs", nargs="+", metavar="GLOB", help="run folders to compare")
+    mode("--pe", type=str.lower, help="untrained schemes, such as t5,rope,alibi, or all")
+    mode("--dynamics", type=path, metavar="RUN", help="run with the checkpoints of --keep_every")
+    mode("--terms", nargs="*", type=path, metavar="RUN", help="runs whose logits are split")
+    flag = parser.add_argument
+    flag("--pairs", type=path, help="with --dynamics: file with lines word<TAB>word<TAB>score")
+    flag("--text", help="with --terms: a sentence")
+    folder = "where to write (default: RUN/probe and the like, --pe: out/schemes)"
+    flag("--out_dir", type=path, help=folder)
+    flag("--device", choices=("cpu", "cuda", "mps"), help="default: cuda, else mps, else cpu")
+    args = parser.parse_args(argv)
+    if args.text and args.terms is None:
+        raise UserError("--text needs --terms")
     if args.pairs and not args.dynamics:
-        raise ValueError("--pairs needs --dynamics")
+        raise UserError("--pairs needs --dynamics")
     return args
 
 
 def main(argv=None):
-    with catch_errors():
+    with one_line_errors():
         args = parse_args(argv)
         keep_memory()
         device = pick_device(args.device)
         if args.pe:
-            untrained_schemes(args.pe.lower(), args.out_dir)
+            untrained_schemes(args.pe, args.out_dir)
         elif args.runs:
             compare_runs(args.runs, args.out_dir, device)
         elif args.dynamics:
             dynamics(args.dynamics, args.pairs, args.out_dir, device)
         elif args.terms is not None:
-            runs = args.terms or [args.ckpt or newest_run()]
-            show_terms(runs, args.text or SENTENCE, args.out_dir)
+            show_terms(args.terms or [newest_run()], args.text or SENTENCE, args.out_dir)
         else:
             probe_run(args.ckpt or newest_run(), args.out_dir, device)
 

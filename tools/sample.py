@@ -22,19 +22,20 @@ a task (finetune.py)     one text, or 'one ||| two'   predictions with probabili
 
 import contextlib
 import math
+import os
 from argparse import Namespace
-from dataclasses import dataclass
 from functools import partial
 
+import tiktoken
 import torch
 import torch.nn.functional as F
 
 from finetune import LIBRARY_NAMES, TASKS, load_finetuned, rank
-from lib.config import PATH, Parser, catch_errors, pick_fields, setting
+from lib.config import Parser, UserError, one_line_errors, pick_fields
 from lib.files import newest_run, read_checkpoint
 from lib.squad import Question
 from lib.weights import load_strict
-from model import UNKNOWN_POS, load
+from model import UNKNOWN_POS, Encoder, EncoderConfig, Positions
 from objectives import ObjectiveConfig, Pretraining, new_batch, seeded_generator
 
 NEXT_TOKENS = 20  # tokens that clm generates
@@ -47,29 +48,28 @@ TEXTS = {
 }
 
 
-@dataclass
-class SampleConfig:
-    ckpt: str | None = setting(None, "run folder or checkpoint (default: the newest run)", PATH)
-    text: str | None = setting(None, "the text (default: prompts, line by line)")
-
-
 # --------------------------------------------------------------------------------------------------
 # A model and its input
 
 
 def load_pretraining(path) -> Pretraining:
     """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
-    mode, without gradients; `.run_info` is the checkpoint without its weights. Raises ValueError,
-    FileNotFoundError."""
+    mode, without gradients; `.run_info` is the checkpoint without its weights. Raises
+    UserError."""
     checkpoint = read_checkpoint(path)
     if "task" in checkpoint:
-        raise ValueError(
+        raise UserError(
             f"{path} is fine-tuned, without the heads of pre-training: give the run that it "
             "started from"
         )
+    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
+    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
     args = Namespace(**checkpoint["args"])
-    model = Pretraining(load(path), pick_fields(ObjectiveConfig, args))
-    load_strict(model, checkpoint["model"], path)
+    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args))
+    # Earlier versions had a table for the pair head's layer even without a pair head.
+    own, extra = model.state_dict(), f".layers.{encoder.config.n_layer}."
+    weights = {k: v for k, v in checkpoint["model"].items() if k in own or extra not in k}
+    load_strict(model, weights, path)
     model.run_info = {k: v for k, v in checkpoint.items() if k not in ("model", "optimizer")}
     return model.requires_grad_(False).eval()
 
@@ -83,7 +83,7 @@ def position_objective(model):
 
 def encode(encoder, *texts):
     """-> [CLS] text [SEP] ... as (1, L). A [MASK] replaces the space before it too, as in training.
-    Raises ValueError if the sequence is too long for the model, or too short."""
+    Raises UserError if the sequence is too long for the model, or too short."""
     cfg = encoder.config
     ids = [cfg.cls_id]
     for text in texts:
@@ -91,7 +91,7 @@ def encode(encoder, *texts):
         ids += encoder.tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
         ids.append(cfg.sep_id)
     if not 4 <= len(ids) <= cfg.max_len:
-        raise ValueError(
+        raise UserError(
             f"the text has {len(ids) - 2} tokens; this model takes 2 to {cfg.max_len - 2}"
         )
     return torch.tensor([ids], device=encoder.tok.weight.device)
@@ -136,7 +136,8 @@ def context_similarity(model, texts):
     for text in texts:
         tokens = encode(encoder, text)
         hidden = encoder(tokens, causal=model.causal)
-        e = model.objectives["tc"].embedding(encoder, new_batch(tokens, encoder.config.vocab_size))
+        positions = Positions(torch.arange(tokens.size(1)))
+        e = model.objectives["tc"].embedding(encoder, {"tokens": tokens, "positions": positions})
         g.append(F.normalize((hidden - e)[0, 1:-1], dim=-1))  # (n, C)
     within = [((x @ x.T).sum(1) - 1) / (len(x) - 1) for x in g]  # without the token itself
     return float(torch.cat(within).mean()), float((g[0] @ g[1].T).mean())
@@ -148,17 +149,17 @@ def context_similarity(model, texts):
 
 def shuffle(encoder, objective, text, seed=0):
     """Permute (or mask) the positions of a sentence as in training -> its n token strings, batch,
-    hidden (1, L, C). A space is put first: without it, the first token would be recognizable."""
+    hidden states. A space is put first: without it, the first token would be recognizable."""
     tokens = encode(encoder, " " + text.lstrip())
     batch = new_batch(tokens, encoder.config.vocab_size)
     if round(objective.cfg.pos_rate * (tokens.size(1) - 2)) < 2:
-        raise ValueError(f"{text!r} is too short to shuffle")
+        raise UserError(f"{text!r} is too short to shuffle")
     true = batch["pos"] = torch.arange(tokens.size(1), device=tokens.device)
     while (batch["pos"] == true).all():  # in a short text, all tokens may keep theirs
         objective.corrupt(batch, seeded_generator(tokens.device, seed, "sample"))
         seed += 1
     strings = [encoder.tokenizer.decode([i]) for i in tokens[0, 1:-1].tolist()]
-    return strings, batch, encoder(tokens, batch["pos"])
+    return strings, batch, encoder.hidden_states(tokens, batch["pos"])
 
 
 def best_order(log_p, assigned):
@@ -202,12 +203,12 @@ def best_order(log_p, assigned):
 def restore(encoder, objective, text, seed=0):
     """Shuffle a sentence and restore it from the predicted offsets -> its token strings, and two
     permutations (n,): their order as shuffled, and as restored."""
-    strings, batch, hidden = shuffle(encoder, objective, text, seed)
+    strings, batch, states = shuffle(encoder, objective, text, seed)
     pos = batch["pos"][0, 1:-1].cpu()
     masked = pos == UNKNOWN_POS  # pmlm: these tokens get the free positions at random
     free = masked.nonzero()[:, 0] + 1
     pos[masked] = free[torch.randperm(len(free), generator=seeded_generator("cpu", seed, "free"))]
-    scores = objective.head.scores(encoder, hidden, batch["pos"])
+    scores = objective.head.scores(encoder, states, batch["pos"])
     log_p = objective.head.psi(scores).float().log_softmax(-1)[0].cpu()  # (n, n, 2L - 1)
     return strings, pos.argsort(), best_order(log_p, pos).argsort()
 
@@ -219,13 +220,14 @@ def correct_pairs(order) -> int:
     return int((first < second).sum())
 
 
-def detect_moved(objective, encoder, hidden, batch):
-    """Measure how well a position objective detects moved tokens. Yield for each sequence with n
+def detect_moved(objective, encoder, states, batch):
+    """Measure how well a position objective detects moved tokens; states: the hidden states of
+    batch["tokens"] at batch["pos"]. Yield for each sequence with n
     eligible tokens: confidence (n,), the probability that a pair's assigned offset is the true one,
     averaged over all pairs of a token in both directions; stayed (n,) bool; and the AUC of the
     confidence (ties count 1/2; NaN if all tokens stayed or all moved)."""
     head = objective.head
-    scores = head.scores(encoder, hidden, batch["pos"])  # (B, L-2, L-2, H)
+    scores = head.scores(encoder, states, batch["pos"])  # (B, L-2, L-2, H)
     for s, pos, eligible in zip(scores, batch["pos"], batch["eligible"]):
         index = eligible.nonzero()[:, 0]
         pos = pos[index]
@@ -245,7 +247,7 @@ def detect_moved(objective, encoder, hidden, batch):
 
 
 def print_sample(model, text):
-    """Print what a pre-trained model predicts for a text. Raises ValueError if the text does not
+    """Print what a pre-trained model predicts for a text. Raises UserError if the text does not
     suit its objectives."""
     encoder, heads, position = model.encoder, model.objectives, position_objective(model)
     parts = [part.rstrip() for part in text.split("|||", 1)]
@@ -260,12 +262,12 @@ def print_sample(model, text):
         print("mean cosine of what the context contributes to two tokens:")
         print(f"of the same text {within:.3f}, of different texts {across:.3f}")
     elif "|||" in text or "[MASK]" in text or not (position or "clm" in heads):
-        raise ValueError(f"this model ({'+'.join(model.names)}) takes {accepted_texts(model)}")
+        raise UserError(f"this model ({'+'.join(model.names)}) takes {accepted_texts(model)}")
     elif "clm" in heads:
         print(f"{text} ...{continue_text(encoder, heads['clm'], text)}")
     elif "pplm_binary" in heads:
-        strings, batch, hidden = shuffle(encoder, position, text)
-        [(confidence, stayed, auc)] = detect_moved(position, encoder, hidden, batch)
+        strings, batch, states = shuffle(encoder, position, text)
+        [(confidence, stayed, auc)] = detect_moved(position, encoder, states, batch)
         print("some tokens were moved; the model's confidence in each assigned position:")
         for token, p, has_stayed in zip(strings, confidence, stayed):
             print(f"{p:.2f} {'stayed' if has_stayed else 'moved '} {token!r}")
@@ -290,13 +292,11 @@ def accepted_texts(model):
 
 def print_predictions(model, text):
     """Print what a fine-tuned Classifier predicts for one text, or two joined by |||. Raises
-    ValueError if the number of texts is wrong."""
+    UserError if the number of texts is wrong."""
     task = TASKS[model.name]
     texts = [part.strip() for part in text.split("|||") if part.strip()]
     if len(texts) != len(task.texts):
-        raise ValueError(
-            f"{model.name} takes {len(task.texts)} text(s), {' ||| '.join(task.texts)}"
-        )
+        raise UserError(f"{model.name} takes {len(task.texts)} text(s), {' ||| '.join(task.texts)}")
     if model.name == "docs":
         texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]  # as in the task's data
     [answers] = rank(model, [Question(texts)])
@@ -309,10 +309,12 @@ def print_predictions(model, text):
 
 
 def main(argv=None):
-    with catch_errors():
+    with one_line_errors():
         parser = Parser("-m tools.sample", __doc__)
-        parser.add_settings("flags", SampleConfig)
-        args = parser.parse_args(argv, SampleConfig())
+        ckpt = "run folder or checkpoint (default: the newest run)"
+        parser.add_argument("--ckpt", type=os.path.expanduser, help=ckpt)
+        parser.add_argument("--text", help="the text (default: prompts, line by line)")
+        args = parser.parse_args(argv)
         path = args.ckpt or newest_run()
         if "task" in read_checkpoint(path):
             _, model = load_finetuned(path)
@@ -330,7 +332,7 @@ def main(argv=None):
             while (text := input("text: ")).strip():
                 try:
                     print_output(text)
-                except ValueError as error:  # the next text may be fine
+                except UserError as error:  # the next text may be fine
                     print(error)
 
 

@@ -1,0 +1,1 @@
+"""For teaching: a notebook, exercises, and the equations as plain loops."""

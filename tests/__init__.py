@@ -1,0 +1,1 @@
+"""Tests of everything around the five files."""

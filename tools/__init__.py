@@ -1,0 +1,1 @@
+"""Programs that use a trained model: python -m tools.sample, tools.probe, ..."""
