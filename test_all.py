@@ -867,6 +867,8 @@ def test_nsp():
             (donor,) = (tokens[:, middle + 1 :] == new[b, middle + 1 :]).all(1).nonzero()
             assert (donor != b) == label[b]
     assert all(25 < replaced[b] < 65 for b in range(9))
+    twins = model.corrupt(tokens[4:5].expand(8, -1), 0)  # a tiny text: the donor has the same half
+    assert not twins["nsp_label"].any()
     nsp, scored = model.objectives["nsp"], [0, 1, *range(3, 9)]
     logits = nsp.out(torch.tanh(nsp.dense(model.encoder(new)[:, 0])))[scored]
     label = batch["nsp_label"][scored]

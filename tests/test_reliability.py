@@ -327,6 +327,17 @@ def test_a_checkpoint_that_is_a_link(run, tmp_path):
         assert (folder / "ckpt.pt").is_symlink() and weights(folder)["step"] == 3
 
 
+def test_packages_of_the_same_names(tmp_path):
+    """An installed package called lib, tools, teach or results does not hide ours."""
+    names = ("lib", "tools", "teach", "results")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    code = "import lib.config, tools.page, teach.naive, results.show"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+
+
 def test_programs_start_without_fcntl_and_resource():
     """On Windows there is neither; every program can be imported there."""
     programs = "data finetune train tools.sample tools.probe tools.page tools.bench tools.hf"
