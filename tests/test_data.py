@@ -244,3 +244,10 @@ def test_data_as_a_program(tmp_path, monkeypatch, said):
     refuses("prepared with --tokenizer bpe", data.prepare, str(folder), "gpt2", "")
     os.truncate(folder / "train.bin", 10)
     refuses("is damaged", data.prepare, str(folder), "bpe", "")
+
+
+def test_another_column_is_another_corpus(corpus_file, cache, corpus):
+    """The same file with another --text_column is prepared anew."""
+    titles = data.prepare(corpus_file, "bpe", cache, text_column="title")
+    assert titles.folder != corpus.folder and titles.meta["digest"] != corpus.meta["digest"]
+    assert titles.meta["characters"] < corpus.meta["characters"]
