@@ -9,7 +9,7 @@ import torch
 
 from lib import device as devices
 from lib.config import UserError, one_line_errors
-from lib.files import atomic_write, read_json, read_jsonl
+from lib.files import atomic_write, newest_run, read_json, read_jsonl
 from tests.conftest import one_line, refuses
 
 
@@ -48,6 +48,17 @@ def test_damaged_files(tmp_path):
         handle.write(b"half")
         raise KeyError
     assert read_jsonl(file) == [{"a": 1}, {"a": 2}] and [*tmp_path.iterdir()] == [file]
+
+
+def test_the_newest_run(tmp_path, monkeypatch):
+    """Without --ckpt, programs take the run that was saved last."""
+    monkeypatch.chdir(tmp_path)
+    refuses("no checkpoint under out/", newest_run)
+    for seconds, name in enumerate(("b", "c", "a"), 1):
+        (tmp_path / "out" / name).mkdir(parents=True)
+        (tmp_path / "out" / name / "ckpt.pt").touch()
+        os.utime(tmp_path / "out" / name / "ckpt.pt", (seconds, seconds))
+    assert newest_run() == os.path.join("out", "a")
 
 
 def test_a_gpu(monkeypatch):
