@@ -12,7 +12,7 @@ Some tables need text to train on, GLUE, or minimal pairs:
     TEXT='texts/*.jsonl.xz' BLIMP=blimp/data python -m results.run recipe
     TEXT='texts/*.jsonl.xz' GLUE=glue python -m results.run taco
 
-TEXT is what schemes, recipe, lengths, taco, objectives, glue and lab are trained on. GLUE is the
+TEXT is what schemes, ranking, recipe, lengths, taco, objectives, glue and lab are trained on. GLUE is the
 folder of the official files (default for the papers' tables: the hub). BLIMP is a folder of minimal
 pairs; without it they are not scored.
 
@@ -52,7 +52,7 @@ HERE = Path(__file__).parent
 ROWS = HERE / "runs.jsonl"
 OUT = Path("out/results")
 SEEDS = (1337, 1, 2, 3, 4)
-WEB = {"schemes", "recipe", "lengths", "taco", "objectives", "glue", "lab"}  # on $TEXT
+WEB = set("schemes ranking recipe lengths taco objectives glue lab".split())  # trained on $TEXT
 PAPERS = {"rpp-table-1", "tupe-figure-4", "taco-table-1", "wang-table-3"}
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
 ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
@@ -126,9 +126,10 @@ def commands(table, name, root=OUT):
         parts["probe"] = f"python -m tools.probe --ckpt {out}"
     if "--keep_every" in flags and table not in PAPERS:
         parts["dynamics"] = f"python -m tools.probe --dynamics {out}"
-    if table == "lengths":
+    extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
+    if table == "lengths" or table == "ranking" and extrapolates:
         parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths 128,256,512"
-    scored = table in ("recipe", "schemes", "objectives") and "-tc-" not in name
+    scored = table in ("recipe", "schemes", "objectives", "ranking") and "-tc-" not in name
     if scored and "BLIMP" in os.environ:  # tc alone has no likelihoods
         parts["blimp"] = f'python -m tools.blimp --ckpt {out} --pairs "$BLIMP"'
     steps = train.parse_args(shlex.split(flags)).steps if "@" in tuned else 0
