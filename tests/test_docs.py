@@ -4,6 +4,7 @@ import importlib
 import re
 import shlex
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -34,8 +35,10 @@ def snippet(page, index, names):
 
 def test_snippets_work_as_printed(monkeypatch):
     """README's scheme can be added to SCHEMES and the reference's objective to OBJECTIVES, and both
-    learn; the reference's last snippet embeds a sentence with docs/demo.pt."""
-    kerple = snippet("README.md", 0, vars(model))["Kerple"]
+    learn; README's first snippet uses an encoder, the reference's last one embeds a sentence."""
+    used = snippet("README.md", 0, {})
+    assert used["hidden"].shape == (2, 16, 128) and used["A"].shape == (2, 4, 16, 16)
+    kerple = snippet("README.md", 1, vars(model))["Kerple"]
     replaced = snippet("docs/reference.md", 0, vars(objectives))["ReplacedTokens"]
     monkeypatch.setitem(model.SCHEMES, "kerple", [kerple])
     monkeypatch.setitem(objectives.OBJECTIVES, "rtd", replaced)
@@ -70,6 +73,18 @@ def test_commands_and_links(page):
             assert (ROOT / program).exists(), command
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_field_guide():
+    """docs/encodings.md describes every scheme, its links lead to the classes of model.py, and its
+    code is that of model.py."""
+    page, source = (ROOT / "docs/encodings.md").read_text(), (ROOT / "model.py").read_text()
+    for name in model.PE_NAMES:
+        assert f"`{name}`" in page or name in ("bert_a", "bert_r"), name
+    for name, line in re.findall(r"\[`(\w+)`\]\(\.\./model\.py(?:#L(\d+))?\)", page):
+        assert source.splitlines()[int(line) - 1].startswith(f"class {name}("), name
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        assert any(indent(code, depth * " ") in source for depth in (4, 8)), code
 
 
 def test_language():
