@@ -1,6 +1,7 @@
 """Make and print the rows behind docs/results.md. tables.txt lists the runs.
 
     python -m results.run                    # print every table, from runs.jsonl
+    python -m results.run ranking --draw     # print one table, and draw docs/figures
     python -m results.run first              # train twelve schemes and compare with our losses
     python -m results.run pplm               # run what a table lacks; the same command resumes
     python -m results.run pplm-3e-3          # one run, all seeds (pplm-3e-3-s1: one seed)
@@ -12,9 +13,9 @@ Some tables need text to train on, GLUE, or minimal pairs:
     TEXT='texts/*.jsonl.xz' BLIMP=blimp/data python -m results.run recipe
     TEXT='texts/*.jsonl.xz' GLUE=glue python -m results.run taco
 
-TEXT is what schemes, ranking, recipe, lengths, taco, objectives, glue and lab are trained on. GLUE is the
-folder of the official files (default for the papers' tables: the hub). BLIMP is a folder of minimal
-pairs; without it they are not scored.
+TEXT is what schemes, ranking, recipe, lengths, taco, objectives, glue and lab are trained on. GLUE
+is the folder of the official files (default for the papers' tables: the hub). BLIMP is a folder of
+minimal pairs; without it they are not scored.
 
 A run is trained in out/results/NAME, probed and fine-tuned there; once everything is done, its row
 is appended to runs.jsonl. The last row of a name counts; to make a row again, delete its line and
@@ -187,12 +188,17 @@ def train_run(name, more, root=OUT):
     run_parts(root / name, {"train": command})
 
 
+def lacking_parts(table, name, rows):
+    """-> {part: command} of what a run's row lacks."""
+    there = rows[name]["commands"] if name in rows else {}
+    return {part: x for part, x in commands(table, name).items() if part not in there}
+
+
 def make_row(table, name, more):
     """Run what a run's row lacks, then append the row. more: flags for train.py."""
-    row, every = all_rows().get(name), commands(table, name)
-    there = row["commands"] if row else {}
-    parts = {part: command for part, command in every.items() if part not in there}
-    if not parts:
+    rows = all_rows()
+    row, parts = rows.get(name), lacking_parts(table, name, rows)
+    if not parts:  # another table's run of the same name has just been made
         return
     log = read_jsonl(OUT / name / "log.jsonl")
     if row and (not log or log[-1].get("val_loss") != row["val_loss"]):
@@ -204,7 +210,8 @@ def make_row(table, name, more):
     train_run(name, more)
     parts.pop("train", None)
     run_parts(OUT / name, parts)
-    append_jsonl(ROWS, {"run": name, "commands": there | every} | collect(OUT / name))
+    done = (row["commands"] if row else {}) | commands(table, name)
+    append_jsonl(ROWS, {"run": name, "commands": done} | collect(OUT / name))
 
 
 def curve(lines, *keys):
@@ -319,7 +326,8 @@ def check_data(wanted):
 def main(argv=None):
     parser = Parser("-m results.run", __doc__)
     parser.add_argument("names", nargs="*", help=f"first, {', '.join(TABLES)}, or runs of these")
-    parser.add_argument("--draw", action="store_true", help="draw the figures of docs/figures")
+    text = "run nothing; print the tables and draw docs/figures from the rows that there are"
+    parser.add_argument("--draw", action="store_true", help=text)
     with one_line_errors():
         args, more = parser.parse_known_args(argv)
         more = "".join(f" {shlex.quote(flag)}" for flag in more)
@@ -332,9 +340,10 @@ def main(argv=None):
         if asked - known:
             unknown = ", ".join(sorted(asked - known))
             raise UserError(f"no table or run {unknown}: see python -m results.run --help")
-        check_data(wanted)
-        failed = []
-        for table, name in wanted:
+        rows, failed = all_rows(), []
+        lacking = [run for run in wanted if not args.draw and lacking_parts(*run, rows)]
+        check_data(lacking)
+        for table, name in lacking:
             try:
                 make_row(table, name, more)
             except CommandFailed as error:  # continue with the other runs
@@ -349,7 +358,7 @@ def main(argv=None):
         if failed:
             leave(1, f"{len(failed)} runs failed; the last one: {failed[-1]}")
         if args.draw:
-            draw(HERE.parent / "docs" / "figures", TABLES, rows)
+            draw(HERE.parent / "docs" / "figures", rows)
 
 
 if __name__ == "__main__":

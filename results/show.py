@@ -2,16 +2,19 @@
 
 import re
 import statistics
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pandas
+import torch
 
 from finetune import RECIPES
 from lib.files import read_json
 from lib.glue import paper_averages
+from model import Encoder, EncoderConfig, parse_pe
 from tools.probe import draw_terms, print_table
+
+HERE = Path(__file__).parent
 
 # A training loss below this means that token order is used: a model without positions ends a demo
 # run above it.
@@ -174,16 +177,83 @@ def table_lines(table, runs, rows):
 def show(table, runs, rows):
     """Print a table, if any of its runs has a row."""
     lines = table_lines(table, runs, rows)
-    if not lines:
-        return
-    print(f"\n## {table}\n")
-    print_table(lines)
-    if table == "rates":
+    if lines:
+        print(f"\n## {table}\n")
+        print_table(lines)
+    if lines and table == "rates":
         print("\nEach scheme at the common and at its own learning rate (show.own_rates)\n")
         print_table(own_rates([rows[name] for name in runs if name in rows]))
-    if table == "schemes":
+    if lines and table == "schemes":
         print("\nWang 2021, table 5 and figure 5 (show.correlations)\n")
         print_table(correlations([rows[name] for name in runs if name in rows]))
+    if table == "ranking":
+        print("\nAll schemes by their loss after 6 million tokens (show.ranking)\n")
+        print_table(ranking(rows))
+
+
+# The families of schemes, their patterns and colors (Okabe and Ito's, for the color-blind). The
+# first match counts: a sum belongs to its relative part, and TUPE's reset of [CLS] to TUPE.
+FAMILIES = {
+    "no positions": ("none", "#000000"),
+    "added at the input": ("abs|l?sin", "#0072B2"),
+    "separate positions (TUPE)": ("tupe.*|bert_ad|.*untie_cls", "#009E73"),
+    "rotary": ("rope", "#CC79A7"),
+    "relative offset": (".*", "#D55E00"),
+}
+
+
+def family(pe):
+    """-> the family of a scheme and its color."""
+    for name, (pattern, color) in FAMILIES.items():
+        if re.fullmatch(pattern, pe):
+            return name, color
+
+
+def seeds(rows, name):
+    """-> the rows of all seeds of a run."""
+    return [row for run, row in rows.items() if without_seed(run) == name]
+
+
+def scheme_losses(rows):
+    """-> {pe: (losses after 3,000 steps, losses after 24,000)} on Wikipedia and books, a loss for
+    each seed, from the lowest mean after 3,000 steps to the highest."""
+    found = {}
+    for run, row in rows.items():
+        pe = row["args"]["pe"]
+        if without_seed(run) in (pe, f"rank-{pe}"):
+            found.setdefault(pe, ([], []))[run.startswith("rank-")].append(loss(row))
+    found = {pe: losses for pe, losses in found.items() if losses[0]}
+    return dict(sorted(found.items(), key=lambda item: statistics.mean(item[1][0])))
+
+
+def ranking(rows):
+    """A line for each scheme of table `schemes`. What a scheme adds to a model, and what it can
+    represent, is found out from a model of demo size."""
+    bench = read_json(HERE / "bench-pe-rpp.json", rows=list)["rows"]
+    step_times = {row["pe"]: f"{row['ratio_to_abs']:.2f}" for row in bench} | {"abs": "1"}
+
+    def n_parameters(encoder):
+        return sum(p.numel() for p in encoder.parameters())
+
+    without = n_parameters(Encoder(EncoderConfig(vocab_size=64, pe="none")))
+    lines = []
+    for pe, losses in scheme_losses(rows).items():
+        encoder, longest = Encoder(EncoderConfig(vocab_size=64, pe=pe)).eval(), "any"
+        try:
+            encoder(torch.zeros(1, encoder.config.max_len + 1, dtype=torch.long))
+        except ValueError:  # longer than its table of positions
+            longest = "max_len"
+        line = {"scheme": pe, "family": family(pe)[0]}
+        for tokens, values in zip(("6 M", "49 M"), losses):
+            mean = f"{statistics.mean(values):.2f}" if values else ""
+            line |= {f"loss, {tokens} tokens": mean, f"seeds, {tokens}": join_seeds(values)}
+        line["parameters added"] = f"{n_parameters(encoder) - without:,}"
+        line["step time / abs"] = step_times.get(pe, "-")
+        line["longest sequence"] = longest
+        masked_ok = all(part.masked_ok for part in parse_pe(pe))
+        line["masked positions"] = "yes" if masked_ok else "no"
+        lines.append(line)
+    return lines
 
 
 def own_rates(rows):
@@ -235,176 +305,305 @@ def correlations(rows):
 
 
 # --------------------------------------------------------------------------------------------------
-# Figures (Okabe and Ito's colors, for the color-blind)
+# Figures, 840 pixels wide on a page; each is drawn from the rows {name: row} of runs.jsonl
 
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # at the input, by offset, untied
-CURVES = {"none": "#000000", "abs": BLUE, "sin": BLUE, "t5": ORANGE, "rel": ORANGE, "rope": ORANGE}
-CURVES |= {"tupe_a": GREEN, "tupe_r": GREEN}
-LARGER = {"lab-abs-mlm-s1337": "abs, lab size", "lab-abs-mlm+pplm-s1337": "abs, lab, with pplm"}
-ABLATED = {
-    "pplm-3e-3-s1337": "alone",
-    "pplm-30000-s1337": "alone, 30,000 steps:\none seed of ten",
-    "pplm-5e-4-s1337": "alone, RPP's\nlearning rate",
-    "pplm-embeddings-s1337": "alone, on mlm's\nembeddings",
-    "pplm-embeddings-frozen-s1337": "the same, frozen:\none seed of three",
-    "pplm-random-frozen-s1337": "on random ones,\nfrozen",
-    "pplm-after-mlm-3e-3-s1337": "alone, after mlm",
-    "pplm-after-mlm-5e-4-s1337": "alone, after mlm,\nRPP's learning rate",
-    "mlm+pplm-mlm.1-s1337": "with mlm\nweighted .1",
-    "mlm+pplm-4-heads-s1337": "with mlm, 4 heads",
-    "mlm+pplm-s1337": "with mlm",
-    "mlm+pplm-3000": "with mlm, 3,000 steps",
+BLUE, ORANGE = FAMILIES["added at the input"][1], FAMILIES["relative offset"][1]
+GRAY, LIGHT = "0.35", "0.92"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": "medium",
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 200,
 }
-COPY = "copy: lowest loss without using the tokens"
+TWELVE = "none abs sin abs+t5 t5 rel rsin deberta tupe_a tupe_r rope alibi".split()
+SPREAD = "spread (0: tokens cannot be told apart)"
 
 
-def draw(folder, tables, rows):
-    """Draw the figures of docs/results.md into a folder. (tools.probe --terms wrote terms.json.)"""
-    from matplotlib.figure import Figure  # only figures need it
+def draw(folder, rows):
+    """Draw the figures of the pages into a folder."""
+    import matplotlib  # only figures need it
 
-    def figure(name, paint, chosen, y, *labels):  # a panel for each label of an x axis
-        picture = Figure(figsize=(8, 4.5), layout="constrained")
-        panels = picture.subplots(1, len(labels), sharey=True, squeeze=False)[0]
-        paint(*panels, chosen)
-        panels[0].set_ylabel(y)
-        for axes, label in zip(panels, labels):
-            axes.set_xlabel(label)
-            axes.spines[["top", "right"]].set_visible(False)
-        picture.savefig(folder / name, dpi=110)
+    with matplotlib.rc_context(STYLE):
+        for file, paint in FIGURES.items():
+            paint(rows).figure.savefig(folder / file)
+    terms = read_json(HERE / "terms.json", runs=list)["runs"]  # of tools.probe --terms
+    title = "BERT's position term is nearly constant; TUPE's favors the next token"
+    if len({run["step"] for run in terms}) > 1:
+        title += "\n(abs was trained for longer, because it learns order later)"
+    draw_terms(folder / "terms.png", terms, title)
 
-    def pick(names):
-        return {label: rows[name] for name, label in names.items() if name in rows}
 
-    figure("plateau.png", draw_plateau, rows, "training loss (nats)", "step")
-    figure("reading.png", draw_ablation, pick(ABLATED), "loss of pplm (nats)", "")
-    long = pick({name: name for name in tables["pplm"] if name.startswith("pplm-30000-")})
-    figure("alone.png", draw_alone, long, "loss of pplm (nats)", "step")
-    layers = pick({f"pplm-30000-s{seed}": f"step (seed {seed})" for seed in (6, 9, 7)})
-    figure("layers.png", draw_layers, layers, "spread of hidden states", *layers)
-    short = pick({name: name for name in tables["classroom"] if "-16-" in name})
-    figure("spread.png", draw_spread, short, "spread of hidden states", "step", "layer")
-    long = [rows[name] for name in tables["lengths"] if rows.get(name, {}).get("lengths")]
-    figure("lengths.png", draw_lengths, long, "loss of mlm (nats)", "tokens per sequence")
-    race = read_json(Path(__file__).with_name("bench-race.json"), rows=list)["rows"]
-    longest = max(row["race"] for row in race)
-    race = [row for row in race if row["race"] == longest and "curve" in row]
-    figure("race.png", draw_race, race, "loss of mlm (nats)", "minutes of training")
-    terms = read_json(Path(__file__).with_name("terms.json"), runs=list)
-    draw_terms(folder / "terms.png", terms["runs"])
+def panels(title, x, y="", grid=(1, 1), height=4.2):
+    """-> the axes of a new figure, as an array (lines, columns) of panels with the same scales.
+    height: in hundreds of pixels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((8.4, height))
+    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
+    figure.supxlabel(x, size=10)
+    figure.supylabel(y, size=10)
+    return figure.subplots(*grid, sharex=True, sharey=True, squeeze=False)
+
+
+def write(axes, text, xy, shift=(6, 0), **style):
+    """Write a text at a point of the data, shifted to the right and up."""
+    style = dict(textcoords="offset points", va="center") | style
+    axes.annotate(text, xy, shift, annotation_clip=False, **style)
 
 
 def label_ends(axes, ends):
-    """Write names at the ends of their curves, {name: (line, (x, y))}, without overlaps."""
-    low, high = axes.get_ylim()
-    names = sorted(ends, key=lambda name: ends[name][1][1])
-    index = 0.045 * (high - low) * np.arange(len(names))
-    free = np.array([ends[name][1][1] for name in names]) - index
+    """Write names at the ends of their curves, {name: (y, color)}, without overlaps."""
+    axes.margins(x=0.01)
+    axes.get_ylim()  # updates the transformation from data to heights, 0 to 1
+    heights = [(axes.transScale + axes.transLimits).transform((1, y))[1] for y, _ in ends.values()]
+    order = np.argsort(heights)
+    index = 0.05 * np.arange(len(order))
+    free = np.array(heights)[order] - index
     # The mean of two layouts: one pushes overlapping names up, the other pushes them down.
     up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
-    for name, y in zip(names, index + (up + down) / 2):
-        line, (x, _) = ends[name]
-        style = dict(textcoords="offset points", va="center", annotation_clip=False)
-        axes.annotate(name, (x, y), (6, 0), color=line.get_color(), **style)
-    axes.margins(x=0.02)
+    for i, height in zip(order, index + (up + down) / 2):
+        name, (_, color) = [*ends.items()][i]
+        write(axes, name, (1, height), xycoords="axes fraction", color=color)
 
 
-def draw_plateau(axes, rows):
-    """Training loss of schemes; dashed, the validation loss of abs at lab size, alone and with
-    pplm."""
+def name_families(axes, schemes, x, y):
+    """Write the names of the schemes' families in their colors, from a point in the axes (0 to 1)
+    downward."""
+    for name, color in dict(map(family, schemes)).items():
+        axes.text(x, y, name, color=color, transform=axes.transAxes)
+        y -= 0.065
+
+
+def dots(axes, values, line, color, marker="o"):
+    """A dot for each seed of a horizontal line."""
+    axes.plot(values, [line] * len(values), marker, color=color, alpha=0.6, mew=0, ms=8)
+
+
+def name_lines(axes, names):
+    """Name the lines of a figure, from the top to the bottom."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
+
+
+def draw_ranking(rows):
+    schemes = {pe: losses for pe, losses in scheme_losses(rows).items() if pe in TWELVE}
+    title = (
+        "In 6 million tokens, nine schemes gain 1 to 2 nats; BERT's positions (abs) gain nothing"
+    )
+    return paint_ranking(schemes, title, 4.2)
+
+
+def draw_ranking_all(rows):
+    title = (
+        "Positions only added at the input gain nothing in 6 million tokens; all other schemes gain"
+    )
+    return paint_ranking(scheme_losses(rows), title, 7.4)
+
+
+def paint_ranking(schemes, title, height):
+    """The losses of schemes, {pe: (after 6 M tokens, after 49 M)}. The lines are sorted and the
+    dots colored by the losses after 49 M tokens if all schemes have them, otherwise by those after
+    6 M; the others are gray."""
+    main = all(later for _, later in schemes.values())
+    order = sorted(schemes, key=lambda pe: statistics.mean(schemes[pe][main]))
+    x = "validation loss of mlm (nats); a dot is a seed"
+    if any(later for _, later in schemes.values()):
+        x += "; circles: after 6 M tokens, diamonds: after 49 M"
+    [[axes]] = panels(title, x, height=height)
+    name_lines(axes, order)
+    for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):
+        name, color = family(pe)
+        tick.set_color(color)
+        axes.axhline(line, color=LIGHT, zorder=0)
+        write(axes, name, (1, line), xycoords=("axes fraction", "data"), color=color)
+        for later, values in enumerate(schemes[pe]):
+            if values:
+                shade = color if later == main else GRAY
+                dots(axes, values, line, shade, "oD"[later])
+                at, shift, align = (min, -7, "right") if later else (max, 7, "left")
+                text = f"{statistics.mean(values):.2f}"
+                write(axes, text, (at(values), line), (shift, 0), ha=align, color=shade)
+    axes.margins(x=0.1)
+    return axes
+
+
+def draw_plateau(rows):
+    title = "Relative schemes and TUPE learn order within 1,400 steps; abs and sin stay with none"
+    [[axes]] = panels(title, "step", "training loss of mlm (nats)")
     ends = {}
-    for pe, color in CURVES.items():
-        if row := rows.get(f"{pe}-s1337"):
-            (line,) = axes.plot(*zip(*row["curve"]), color=color)
-            ends[pe] = line, row["curve"][-1]
-    for run, name in LARGER.items():
-        if row := rows.get(run):
-            (line,) = axes.plot(*zip(*row["val_curve"]), "--", color=BLUE)
-            ends[name] = line, row["val_curve"][-1]
+    for pe in "none abs sin t5 rel tupe_a tupe_r rope".split():
+        curve, color = rows[f"{pe}-s1337"]["curve"], family(pe)[1]
+        axes.plot(*zip(*curve), color=color)
+        ends[pe] = curve[-1][1], color
     label_ends(axes, ends)
-    axes.text(700, 7.0, "the plateau: a bag of tokens, whose order is hardly used")
+    name_families(axes, ends, 0.6, 0.92)
+    return axes
 
 
-def draw_ablation(axes, runs):
-    """Loss of pplm with true, random and shuffled tokens, {name: row}, and the copy baseline."""
-    colors = {"true": "#0072B2", "random": "#E69F00", "shuffled": "#CC79A7"}
-    for shift, (tokens, color) in enumerate(colors.items()):
-        heights = [row["words"][tokens] for row in runs.values()]
-        x = np.arange(len(runs)) + 0.18 * (shift - 1)
-        axes.plot(x, heights, "o", ms=9, label=f"{tokens} tokens", color=color)
-    axes.axhline(copy_baseline(next(iter(runs.values()))), color="k", label=COPY)
-    axes.set_xticks(range(len(runs)), runs, rotation=35, ha="right")
-    axes.set_ylim(1.2, 2.3)
-    axes.legend(ncols=2, loc="upper center", frameon=False)
-
-
-def draw_alone(axes, runs):
-    """Validation loss of pplm alone, {name: row}, and the copy baseline."""
-    level = copy_baseline(next(iter(runs.values())))
-    ends = defaultdict(list)
-    for row in runs.values():
-        below = row["val_curve"][-1][1] < level
-        (line,) = axes.plot(*zip(*row["val_curve"]), color=ORANGE if below else BLUE)
-        ends[below].append((line, row["val_curve"][-1]))
-    axes.axhline(level, color="k", lw=1)
-    axes.text(5000, level, COPY, va="bottom")
-    label_ends(axes, {f"{len(x)} of {len(runs)} seeds": x[0] for x in ends.values()})
-
-
-def draw_layers(left, middle, right, runs):
-    """Spread of hidden states after each layer over the steps of three runs of pplm, {name: row},
-    on a log scale; layer 0 is the embedding."""
-    for axes, row in zip((left, middle, right), runs.values()):
-        steps, *layers = zip(*row["spreads"])
-        for n, spread in enumerate(layers):
-            axes.plot(steps, spread, label=f"layer {n}")
-    left.set_yscale("log")
-    right.legend(frameon=False, loc="lower right")
-
-
-SPREADS = {
-    "1-layers": ("1 layer", GREEN),
-    "pre": ("4 layers, pre-LN", ORANGE),
-    "batch-512": ("4 layers, batch 512", "#CC79A7"),
-    "mlm.1": ("4 layers, with mlm weighted .1", "#E69F00"),
-    "2-layers": ("2 layers", "#56B4E9"),
-    "4-layers": ("4 layers (BERT's post-LN)", BLUE),
+USED = 0.001  # the tokens are used if random ones raise the loss by more than this
+RANDOM_TOKENS = {
+    "pplm-3e-3": "alone",
+    "pplm-30000": "alone, 30,000 steps",
+    "pplm-5e-4": "alone, RPP's learning rate",
+    "pplm-embeddings": "alone, on mlm's embeddings",
+    "pplm-embeddings-frozen": "the same, frozen",
+    "pplm-random-frozen": "alone, on random embeddings, frozen",
+    "mlm+pplm-mlm.01": "with mlm, weighted .01",
+    "mlm+pplm-mlm.1": "with mlm, weighted .1",
+    "mlm+pplm": "with mlm",
+    "pplm-after-mlm-3e-3": "after mlm",
+    "pplm-after-mlm-5e-4": "after mlm, RPP's learning rate",
 }
 
 
-def draw_spread(left, right, runs):
-    """Spread of hidden states in runs of pplm, {name: row}, on a log scale. Left: of the last layer
-    over the steps; a dot is the step at which a run begins to use the tokens. Right: of each layer
-    at the end; layer 0 is the embedding."""
-    for kind, (label, color) in SPREADS.items():
-        for row in [row for name, row in runs.items() if f"-16-{kind}-s" in name]:
-            curve = {step: value for step, *_, value in row["spreads"]}
-            left.plot(*zip(*curve.items()), color=color, label=label)
-            label = None  # one entry of the legend for all seeds
-            for step, value in curve.items():
-                if f"{step:,}" == uses_tokens(row):
-                    left.plot(step, value, "o", ms=9, color=color)
-            right.plot(row["spread"], "o-", color=color)
-    left.set_yscale("log")
-    right.set_xticks(range(5))
-    left.figure.legend(frameon=False, ncols=3, loc="outside lower center")
+def cost_of_random_tokens(row):
+    return row["words"]["random"] - row["words"]["true"]
 
 
-def draw_lengths(axes, rows):
-    """Loss of mlm on sequences of growing length, for each scheme the mean of its seeds."""
-    ends = {}
-    for pe in dict.fromkeys(row["args"]["pe"] for row in rows):
-        of_pe = [row["lengths"] for row in rows if row["args"]["pe"] == pe]
-        losses = [statistics.mean(row[n] for row in of_pe) for n in of_pe[0]]
-        (line,) = axes.plot([*of_pe[0]], losses, marker="o")
-        ends[pe] = line, (len(losses) - 1, losses[-1])
+def draw_random_tokens(rows):
+    title = (
+        "Alone, position prediction rarely uses the tokens; after mlm or with enough of it, it does"
+    )
+    [[axes]] = panels(title, "what random tokens add to the loss of pplm (nats); a dot is a seed")
+    name_lines(axes, [*RANDOM_TOKENS.values()])
+    for line, name in enumerate(RANDOM_TOKENS):
+        costs = [cost_of_random_tokens(row) for row in seeds(rows, name)]
+        axes.barh(line, statistics.mean(costs), 0.6, color=ORANGE, alpha=0.5)
+        dots(axes, costs, line, ORANGE)
+        text = f"{sum(cost > USED for cost in costs)} of {len(costs)} use them"
+        write(axes, text, (1, line), xycoords=("axes fraction", "data"))
+    axes.margins(x=0.03)
+    return axes
+
+
+def draw_alone(rows):
+    title = "Eight of ten runs of position prediction alone ignore the tokens for 30,000 steps"
+    [[axes]] = panels(title, "step", "validation loss of pplm (nats)")
+    for row in seeds(rows, "pplm-30000"):
+        used = cost_of_random_tokens(row) > USED
+        axes.plot(*zip(*row["val_curve"]), color=ORANGE if used else BLUE, zorder=2 + used)
+    first, more = rows["pplm-30000-s1337"], rows["pplm-after-30000-s6"]
+    curve = [(30000, rows["pplm-30000-s6"]["val_loss"])]
+    curve += [(30000 + step, value) for step, value in more["val_curve"]]
+    axes.plot(*zip(*curve), "--", color=ORANGE)
+    style = dict(color=ORANGE, ha="right")
+    text = f"seed 1337 uses them\nfrom step {uses_tokens(first)}"
+    write(axes, text, (24000, 1.4), (-14, 0), **style)
+    text = f"seed 6 uses them after\n{uses_tokens(more)} more steps"
+    write(axes, text, curve[-1], (4, -20), **style)
+    write(axes, "the eight others", (10000, 1.67), color=BLUE)
+    copy = copy_baseline(more)
+    axes.axhline(copy, color="k", lw=1)
+    write(axes, "copy: the lowest loss without using the tokens", (0, copy), (0, -9))
+    return axes
+
+
+def draw_layers(rows):
+    """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
+    title = "In two of seven runs of pplm alone, the layers recover from the first to the last"
+    grid = panels(title, "step", SPREAD, (1, 3))
+    colors = ["0.6", "#56B4E9", "#009E73", "#E69F00", "#D55E00"]
+    for axes, seed in zip(grid[0], (6, 9, 7)):
+        more = rows.get(f"pplm-after-30000-s{seed}", {"spreads": []})
+        table = rows[f"pplm-30000-s{seed}"]["spreads"]
+        table = table + [[30000 + step, *spread] for step, *spread in more["spreads"]]
+        ends, (steps, *layers) = {}, zip(*table)
+        for n, (spread, color) in enumerate(zip(layers, colors)):
+            axes.plot(steps, spread, color=color)
+            ends[f"layer {n}" if n else "embedding"] = spread[-1], color
+        axes.set(yscale="log", title=f"seed {seed}")
     label_ends(axes, ends)
+    # Only seed 6 begins to use them.
+    step = 30000 + int(uses_tokens(rows["pplm-after-30000-s6"]).replace(",", ""))
+    grid[0, 0].axvline(step, color="k", ls=":")
+    write(grid[0, 0], "the tokens begin\nto lower the loss", (step, 3e-6), (-4, 0), ha="right")
+    return axes
 
 
-def draw_race(axes, rows):
-    """Loss of mlm over minutes of training; transformers' models are dashed."""
-    ends = {}
-    for row in rows:
-        curve = [(seconds / 60, loss) for seconds, loss in row["curve"]]
-        (line,) = axes.plot(*zip(*curve), "-" if row["name"].startswith("ours") else "--")
-        ends[row["name"].removesuffix("ForMaskedLM")] = line, curve[-1]
+SPREADS = {
+    "4-layers": "post-LN, 4 layers",
+    "2-layers": "2 layers",
+    "mlm.01": "mlm, weighted .01",
+    "batch-512": "batch 512",
+    "pre": "pre-LN",
+    "1-layers": "1 layer",
+    "mlm.1": "mlm, weighted .1",
+    "last": "RPP's pair head",
+}
+
+
+def draw_spread(rows):
+    title = "In runs that use the tokens (orange), the last layer's hidden states stay apart"
+    x = "step; a dot: the tokens begin to lower the training loss"
+    grid = panels(title, x, SPREAD, (2, 4))
+    for axes, (name, label) in zip(grid.flat, SPREADS.items()):
+        runs = seeds(rows, f"classroom-16-{name}")
+        using = [cost_of_random_tokens(row) > USED for row in runs]
+        for row, uses in zip(runs, using):
+            steps, *_, spread = zip(*row["spreads"])
+            axes.plot(steps, spread, color=ORANGE if uses else BLUE)
+            begins = uses_tokens(row)
+            for step, value in zip(steps, spread):
+                if f"{step:,}" == begins:
+                    axes.plot(step, value, "o", color=ORANGE)
+        axes.set(yscale="log", title=f"{label}: {sum(using)} of {len(runs)}")
+    return axes
+
+
+def draw_lengths(rows):
+    """For each scheme the mean of its seeds."""
+    title = "On sequences four times as long, t5 loses half a nat; deberta and alibi lose nothing"
+    y = "change of the loss of mlm (nats)"
+    [[axes]] = panels(title, "tokens per sequence (trained on 128)", y)
+    ends, found = {}, {}
+    for row in rows.values():
+        if without_seed(row["run"]).startswith("long-"):
+            found.setdefault(row["args"]["pe"], []).append([*row["lengths"].values()])
+    for pe, losses in found.items():
+        change, color = np.mean(losses, 0), family(pe)[1]
+        axes.plot(["128", "256", "512"], change - change[0], "o-", color=color)
+        ends[pe] = change[-1] - change[0], color
     label_ends(axes, ends)
+    name_families(axes, ends, 0.05, 0.9)
+    return axes
+
+
+RACERS = {"Roberta": "RoBERTa", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
+
+
+def draw_race(rows):
+    title = (
+        "After twenty minutes on one CPU thread, tupe_r and abs are ahead of transformers' models"
+    )
+    [[axes]] = panels(title, "minutes of training", "validation loss of mlm (nats)")
+    ends = {}
+    for row in read_json(HERE / "bench-race.json", rows=list)["rows"]:
+        if row["race"] == 20 and "curve" in row:
+            name = row["name"].removesuffix("ForMaskedLM")
+            pe = name.removeprefix("ours ")
+            curve = [(seconds / 60, loss) for seconds, loss in row["curve"]]
+            color = GRAY if name in RACERS else family(pe)[1]
+            axes.plot(*zip(*curve), "--" if name in RACERS else "-", color=color)
+            ends[RACERS.get(name, f"{pe} (ours)")] = curve[-1][1], color
+    label_ends(axes, ends)
+    text = (
+        "dashed: transformers' models, which compute logits at every token;\nours: at masked tokens"
+    )
+    axes.text(0.35, 0.88, text, transform=axes.transAxes)
+    return axes
+
+
+FIGURES = {
+    "ranking.png": draw_ranking,
+    "ranking-all.png": draw_ranking_all,
+    "plateau.png": draw_plateau,
+    "reading.png": draw_random_tokens,
+    "alone.png": draw_alone,
+    "layers.png": draw_layers,
+    "spread.png": draw_spread,
+    "lengths.png": draw_lengths,
+    "race.png": draw_race,
+}

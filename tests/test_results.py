@@ -9,6 +9,7 @@ import pytest
 
 import finetune
 import train
+from model import Encoder, EncoderConfig
 from results import run, show
 from results.show import without_seed
 from tests.conftest import TINY, exit_code, one_line, write_corpus
@@ -47,12 +48,94 @@ def test_tables_and_rows_agree(monkeypatch, tmp_path, capsys):
         assert any(f"{show.loss(row):.3f}" in line for line in found)
 
 
+def with_later_losses(rows, schemes):
+    """The rows, and made-up ones of table `ranking`, which are 1 nat better."""
+    later = {f"rank-{pe}-s1": {**rows[f"{pe}-s1337"]} for pe in schemes}
+    for row in later.values():
+        row["val_loss"] = row["val_mlm"] = row["val_loss"] - 1
+    return rows | later
+
+
+def test_ranking():
+    """The table of all schemes: losses from the commands of the rows, parameters from two models,
+    what is known of the schemes, and rows of table `ranking`."""
+    rows, expected = run.all_rows(), {}
+    for row in rows.values():
+        command = r'python train.py --pe (\S+) --steps 3000 --seed \d+ --dataset "\$TEXT".*'
+        found = re.fullmatch(command, row["commands"]["train"])
+        if found and row["run"].startswith(found[1] + "-s"):
+            expected.setdefault(found[1], []).append(row["val_loss"])
+    rank = sorted(expected, key=lambda pe: sum(expected[pe]) / len(expected[pe]))
+    table = {line["scheme"]: line for line in show.ranking(rows)}
+    assert [*table] == rank and len(rank) == 28
+    none = Encoder(EncoderConfig(vocab_size=8192, pe="none"))
+    for pe, line in table.items():
+        assert line["loss, 6 M tokens"] == f"{sum(expected[pe]) / len(expected[pe]):.2f}"
+        assert line["seeds, 6 M"] == ", ".join(f"{x:.3f}" for x in expected[pe])
+        more = sum(p.numel() for p in Encoder(EncoderConfig(vocab_size=8192, pe=pe)).parameters())
+        assert line["parameters added"] == f"{more - sum(p.numel() for p in none.parameters()):,}"
+        limited = re.search(r"abs|tupe|\bbert", pe)
+        assert line["longest sequence"] == ("max_len" if limited else "any")
+        assert line["masked positions"] == ("no" if pe == "rope" else "yes")
+    assert table["tupe_r"]["step time / abs"] == "1.01" and table["rope"]["step time / abs"] == "-"
+    families = {pe: line["family"] for pe, line in table.items()}
+    assert {families[pe] for pe in ("abs", "sin", "lsin")} == {"added at the input"}
+    assert {families[pe] for pe in ("t5", "lsin+rel", "abs+t5")} == {"relative offset"}
+    lines = {line["scheme"]: line for line in show.ranking(with_later_losses(rows, ["t5"]))}
+    assert lines["t5"]["loss, 49 M tokens"] == f"{sum(expected['t5'][:1]) - 1:.2f}"
+    assert lines["abs"]["loss, 49 M tokens"] == ""
+
+
+def overlapping_texts(axes):
+    """-> pairs of labels of a figure that overlap, and labels that it cuts off."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas, found = FigureCanvasAgg(axes.figure), []
+    canvas.draw()
+    texts = axes.figure.texts + [text for panel in axes.figure.axes for text in panel.texts]
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    width, height = canvas.get_width_height()
+    for i, (one, A) in enumerate(boxes):
+        if min(A.x0, A.y0) < -2 or A.x1 > width + 2 or A.y1 > height + 2:
+            found.append((one, "cut off"))
+        for other, B in boxes[i + 1 :]:
+            if min(A.x1, B.x1) - max(A.x0, B.x0) > 1 and min(A.y1, B.y1) - max(A.y0, B.y0) > 2:
+                found.append((one, other))
+    return found
+
+
+@pytest.mark.slow
+def test_figures():
+    """Every figure is drawn, and no labels overlap; the ranking also with rows at 49 M tokens. Its
+    titles follow from the rows."""
+    matplotlib = pytest.importorskip("matplotlib")
+    rows, found = run.all_rows(), {}
+    files = {file.name for file in (run.HERE.parent / "docs" / "figures").iterdir()}
+    assert {*show.FIGURES, "terms.png", "maps.png"} == files
+    with matplotlib.rc_context(show.STYLE):
+        for file, paint in show.FIGURES.items():
+            found[file] = overlapping_texts(paint(rows))
+        for n in (2, 12):
+            more = with_later_losses(rows, show.TWELVE[:n])
+            found[n] = overlapping_texts(show.draw_ranking(more))
+    assert not any(found.values()), found
+    losses = {pe: sum(x) / len(x) for pe, (x, _) in show.scheme_losses(rows).items()}
+    gains = {pe: losses["none"] - loss for pe, loss in losses.items() if pe != "none"}
+    inputs = {"abs", "sin", "lsin"}
+    assert all(gain < 0 if pe in inputs else gain > 0.4 for pe, gain in gains.items())
+    assert all(1 < gains[pe] < 2.2 for pe in {*show.TWELVE} - inputs - {"none"})
+
+
 def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):
     """A mistake is one line; of a command that fails, it is the last line that it printed. A row
     that lacks a part is left alone if its weights are not there: nothing is trained."""
     monkeypatch.delenv("TEXT", raising=False)
     assert "no table or run nothing" in one_line(capsys, run.main, ["nothing"])
-    assert "$TEXT" in one_line(capsys, run.main, ["schemes"])
+    assert exit_code(run.main, ["schemes"]) is None  # nothing is lacking
+    assert "## schemes" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "ROWS", tmp_path / "none.jsonl")
+        assert "$TEXT" in one_line(capsys, run.main, ["schemes"])
     with pytest.raises(run.CommandFailed, match="b ended with 3: why$"):
         run.call("python -c \"print('why'); exit(3)\"", tmp_path / "b")
     monkeypatch.setenv("BLIMP", "x")

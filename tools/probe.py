@@ -265,7 +265,7 @@ def attention_map(title, A):
     """A map of attention probabilities, to be compared with those of other models: on a fixed
     scale, in powers of two relative to uniform attention."""
     matrix = np.log2(np.maximum(A * len(A), 2.0**-9))
-    return {**heatmap(title, matrix), "limits": (-3, 3), "label": "log2(A L)"}
+    return {**heatmap(title, matrix), "limits": (-3, 3)}
 
 
 def position_vectors(encoder):
@@ -353,6 +353,8 @@ def draw(file, panels):
     columns, width, height = 1, 9, 3.6
     if "matrix" in panels[0]:
         columns, width, height = min(len(panels), 6), 2.9, 2.5
+    if "limits" in panels[0]:
+        width, height = 8.4 / columns, 1.8
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     for number, panel in enumerate(panels, 1):
@@ -364,17 +366,24 @@ def draw(file, panels):
             ax.grid(alpha=0.3)
             ax.legend(bbox_to_anchor=(1, 1), loc="upper left")
             continue
-        ax.set(xlabel=panel["axes"][0], ylabel=panel["axes"][1])
         M = np.ma.masked_invalid(panel["matrix"])  # -inf of a causal model stays white
         start = panel["first"] - 0.5
         stop = start + len(M)
         image = ax.imshow(M, "cividis_r", extent=(start, stop, stop, start))
         if "limits" in panel:
             image.set(cmap="PuOr", clim=panel["limits"])
-        else:  # the middle 98%, without the edges, so that [CLS] and [SEP] do not hide the rest
-            image.set_clim(*np.percentile(M[1:-1, 1:-1].compressed(), (1, 99)))
-        figure.colorbar(image, ax=ax, fraction=0.046, label=panel.get("label"))
-    figure.savefig(file, dpi=150)
+            ax.set(xticks=[], yticks=[])
+            continue
+        ax.set(xlabel=panel["axes"][0], ylabel=panel["axes"][1])
+        # The middle 98%, without the edges, so that [CLS] and [SEP] do not hide the rest.
+        image.set_clim(*np.percentile(M[1:-1, 1:-1].compressed(), (1, 99)))
+        figure.colorbar(image, ax=ax, fraction=0.046)
+    if "limits" in panels[0]:  # one scale for all
+        ticks = {-3: "1/8", -2: "1/4", -1: "1/2", 0: "1", 1: "2", 2: "4", 3: "8"}
+        bar = figure.colorbar(image, ax=figure.axes, location="bottom", shrink=0.6, aspect=50)
+        bar.set_ticks([*ticks], labels=[*ticks.values()])
+        bar.set_label("attention of a query (row) to a key (column), relative to uniform attention")
+    figure.savefig(file, dpi=200)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -444,12 +453,13 @@ def show_terms(paths, text, out_dir):  # --terms
     write(folder, {"text": text, "runs": runs}, {"terms.png": runs})
 
 
-def draw_terms(file, runs):
+def draw_terms(file, runs, title=None):
     """Draw the maps of show_terms, one row and color scale per run -> PNG."""
     from matplotlib.figure import Figure
 
     columns = max(len(run["maps"]) for run in runs)
-    figure = Figure(figsize=(1.75 * columns + 0.8, 2.6 * len(runs)), layout="constrained")
+    figure = Figure(figsize=(8.4, 2.45 * len(runs)), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
     for line, run in enumerate(runs):
         limit = np.percentile(np.abs([*run["maps"].values()]), 99)
         ticks, n_empty = range(len(run["tokens"])), columns - len(run["maps"])
@@ -467,7 +477,7 @@ def draw_terms(file, runs):
                 label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}\nquery $i$"
                 ax.set_ylabel(label, rotation=90, ha="center", va="bottom", fontsize=9)
         figure.colorbar(image, fraction=0.046)
-    figure.savefig(file, dpi=180)
+    figure.savefig(file, dpi=200)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -660,8 +670,7 @@ def compare_runs(patterns, out_dir, device):  # --runs
         runs.append((run, attention_map(title, A)))
     if not runs:
         raise UserError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
-    rank = {pe: i for i, pe in enumerate(PE_NAMES)}
-    runs.sort(key=lambda pair: rank.get(pair[0]["pe"], len(rank)))
+    runs.sort(key=lambda pair: pair[0]["mlm"] or pair[0]["val_loss"] or math.inf)
     runs, maps = zip(*runs)
     table5 = correlations(runs)
     numbers = {"runs": runs, "correlations": table5}
