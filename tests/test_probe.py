@@ -193,10 +193,13 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
     rows = [json.dumps({"task": "docs", "ckpt": "run", "step": 12, **row}) for row in rows]
     (runs / "abs" / "results.jsonl").write_text("\n".join(rows))
-    found = results(probe.main, tmp_path / "runs", "--runs", runs / "*")["runs"]
-    assert [run["run"] for run in found] == ["none", "abs", "both", "clm"]
-    assert found[1]["scores"] == {"docs accuracy": pytest.approx(0.65)}
-    assert found[3]["db"] == "inf"  # a causal map
+    table = results(probe.main, tmp_path / "runs", "--runs", runs / "*")["runs"]
+    losses = [run["mlm"] or run["val_loss"] for run in table]
+    assert losses == sorted(losses)
+    found = {run["run"]: run for run in table}
+    assert {*found} == {"none", "abs", "both", "clm"}
+    assert found["abs"]["scores"] == {"docs accuracy": pytest.approx(0.65)}
+    assert found["clm"]["db"] == "inf"  # a causal map
     results(probe.main, tmp_path / "terms", "--terms", runs / "abs", runs / "both", "--text", "$a$")
     assert (tmp_path / "terms" / "terms.png").exists()
     none, alibi = results(probe.main, tmp_path / "pe", "--pe", "none,alibi")["schemes"]
