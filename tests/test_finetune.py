@@ -370,19 +370,11 @@ def test_bag_of_words(home, tmp_path):
 
 
 def test_the_work_is_saved_before_it_is_printed(home, tmp_path, monkeypatch):
-    """A row and the model are there when their scores are printed, and a torn line of results.jsonl
-    costs no other line."""
-    for _ in range(3):
-        with monkeypatch.context() as patch:
-            patch.setattr(finetune, "print_scores", lambda rows: exit(9))
-            assert exit_code(run_finetune, tmp_path, "cola", QUICK) == 9
-        assert (tmp_path / "finetuned-cola.pt").exists()
-        (tmp_path / "finetuned-cola.pt").unlink()
-        file = tmp_path / "results.jsonl"
-        if not (tmp_path / "torn").exists():
-            file.write_bytes(file.read_bytes()[:-40])
-            (tmp_path / "torn").touch()
-    assert len(read_jsonl(file)) == 2
+    """A row and the model are there when their scores are printed."""
+    monkeypatch.setattr(finetune, "print_scores", lambda rows: exit(9))
+    assert exit_code(run_finetune, tmp_path, "cola", QUICK) == 9
+    assert (tmp_path / "finetuned-cola.pt").exists()
+    assert len(read_jsonl(tmp_path / "results.jsonl")) == 1
 
 
 class NoFloat64(TorchDispatchMode):
@@ -495,13 +487,11 @@ MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
     ("cola --dropout 1", None, "--dropout: 1 is not in [0, 1)"),
     ("rte", None, "train.tsv does not exist"),
-    ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2: label 'maybe'"),
-    ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2"),
-    ("rte", HEADER + "a\tb\tentailment\nbroken\nrow\tb\tentailment", "line 3: not 3 columns"),
+    ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2 is not in RTE's format ('maybe')"),
+    ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),
     ("rte", HEADER, "train.tsv has no rows"),
     ("rte", HEADER + "\xff\tb\tentailment", "can't decode byte 0xff"),
-    ("stsb", official_file("stsb", [("ab", "nan")]), "line 2: score 'nan'"),
-    ("stsb", official_file("stsb", [("ab", "5.1")]), "line 2: score '5.1'"),
+    ("stsb", official_file("stsb", [("ab", "high")]), "could not convert string to float"),
     ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
     ("squad", squad_json([("7", "q", "a b", [("b", 1)])]), "question 7: "),
     ("squad", squad_json([("7", "q", "a b", None)]), "questions without answers"),
