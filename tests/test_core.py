@@ -11,7 +11,7 @@ import torch
 import model as model_module
 from lib import baselines
 from model import Positions
-from test_all import ALL_PE, SEP, VOCAB, close, corrupted, pretraining, sequences, tiny
+from test_all import SEP, VOCAB, close, corrupted, pretraining, sequences, slow, tiny
 
 
 def test_baselines_of_a_sum():
@@ -56,7 +56,7 @@ def test_no_state_is_left_on_positions():
 
 
 COMPILED = [("tupe_r", "mlm+pplm"), ("rel", "taco"), ("alibi", "pmlm")]
-COMPILED += [pytest.param(pe, "mlm+pplm", marks=pytest.mark.slow) for pe in ALL_PE if "+" not in pe]
+COMPILED += [slow(pe, "mlm+pplm") for pe in ("deberta", "lsin+rlsin", "rope", "tupe_a_free")]
 
 
 @pytest.mark.parametrize("pe, objective", COMPILED)
