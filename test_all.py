@@ -370,22 +370,6 @@ def test_both_attention_paths(pe, monkeypatch):
     assert encoder.scheme.has_values or [x["dropout_p"] for x in calls] == [0.3, 0.0]
 
 
-@pytest.mark.parametrize("pe", "sin rsin rope alibi t5".split())
-def test_positions_are_exact_in_16_bits(pe):
-    """A model cast to 16 bits, or made while they are the default, keeps its frequencies, slopes
-    and buckets: up to position 512 every positional term is right to 16 bits."""
-    shape, pos, results = dict(n_layer=1, d_model=96, n_head=6, max_len=512), torch.arange(512), []
-    exact, rounded = tiny(pe, **shape).float(), tiny(pe, **shape).float().bfloat16()
-    q, k = torch.randn(2, 1, 6, 512, 16, dtype=torch.bfloat16)
-    for encoder, x in ((exact, (q.float(), k.float())), (rounded, (q, k))):
-        scheme, at = encoder.scheme, Positions(pos)
-        terms = [scheme.embed(at), scheme.bias(at), *scheme.terms(*x, at, 0, None)]
-        results.append([term.float() for term in terms if term is not None])
-    for a, b in zip(*results):
-        assert ((a - b).abs() <= 0.03 * (1 + a.abs())).all()
-    assert rounded(sequences()).dtype == torch.bfloat16
-
-
 # ----- a student's mistakes
 
 
@@ -850,7 +834,9 @@ def test_a_sum_is_the_sum_of_its_parts(objective):
 
 
 def test_corruption_is_a_function_of_its_key():
-    """A batch depends on (tokens, key) alone, and each part has a generator of its own."""
+    """A batch depends on (tokens, key) alone, in every process, and each part has a generator of
+    its own."""
+    assert seeded_generator("cpu", 1337, 0, "mlm").initial_seed() == 6945921723512978997
     drawn = dict(mlm="mlm_slots", pplm="pos", tc="tc_candidates", nsp="nsp_label")
     model, tokens = pretraining("nsp+mlm+pplm+tc"), sequences()
     batch, clean = model.corrupt(tokens, 7, 100, 0), tokens.clone()
@@ -1028,8 +1014,6 @@ def test_learning_rate():
     args = train.parse_args("--steps 10 --warmup 4 --lr 0.12".split())
     rates = [train.get_lr(step, args) for step in range(11)]
     assert rates == pytest.approx([0.03, 0.06, 0.09, 0.12, 0.12, 0.1, 0.08, 0.06, 0.04, 0.02, 0])
-    args = train.parse_args("--steps 2 --warmup 4 --lr 0.12".split())  # all of it is warm-up
-    assert [train.get_lr(step, args) for step in range(2)] == pytest.approx([0.03, 0.06])
 
 
 def plain_training(args, corpus, dtype, overflows=()):
@@ -1122,10 +1106,6 @@ def test_training_equals_a_plain_loop(dtype, run, corpus, capsys, monkeypatch):
         assert scale == 65536 / 4
 
 
-def test_generators_are_the_same_in_every_process():
-    assert seeded_generator("cpu", 1337, 0, "mlm").initial_seed() == 6945921723512978997
-
-
 # ----- a run
 
 
@@ -1183,7 +1163,6 @@ def test_resume_refuses_another_run(run, capsys):
         "--resume --steps 4": "--steps was 3, is 4",
         "--resume --pe t5": "--pe was abs, is t5",
         "--resume --seed 1 --lr 1": "--seed was 1337, is 1; --lr was 0.003, is 1.0",
-        "--resume --batch_size 2": "--batch_size was 4, is 2",
         "--resume --grad_accum 2": "--grad_accum times processes was 1, is 2",
     }.items():
         assert message in one_line(capsys, run, "run", f"--steps 3 {flags}")
@@ -1345,7 +1324,6 @@ def test_squads_head_with_padding():
 BEST_OF = [2e-5, 3e-5, 4e-5, 5e-5]
 # fmt: off
 RECIPES = {  # epochs, lr, batch, warm-up, weight decay, eps, length, layer-wise decay, over seeds
-    ("electra", "mnli", 512):     (3, [1e-4], 32, 0.1, 0, 1e-6, 128, 0.8, "median"),
     ("electra", "stsb", 256):     (10, [3e-4], 32, 0.1, 0, 1e-6, 128, 0.8, "median"),
     ("electra", "squad_v2", 512): (2, [1e-4], 32, 0.1, 0, 1e-6, 512, 0.8, "median"),
     ("tupe", "qnli", 512):        (5, BEST_OF, 32, 0.06, 0.01, 1e-6, 512, 1, "median"),
@@ -1353,7 +1331,6 @@ RECIPES = {  # epochs, lr, batch, warm-up, weight decay, eps, length, layer-wise
     ("taco", "qqp", 512):         (6, [5e-5], 64, 2000, 0, 1e-8, 128, 1, "mean"),
     ("taco", "sst2", 512):        (4, [5e-5], 64, 200, 0, 1e-8, 128, 1, "mean"),
     ("taco", "rte", 512):         (4, [5e-5], 32, 100, 0, 1e-8, 128, 1, "mean"),
-    ("bert", "qqp", 512):         (3, [2e-5], 32, 0, 0, 1e-8, 128, 1, "mean"),
     ("bert", "squad", 512):       (3, [3e-5], 32, 0, 0, 1e-8, 384, 1, "mean"),
     ("bert", "docs", 256):        (10, [2e-5], 32, 0, 0, 1e-8, 128, 1, "mean"),
 }

@@ -1,5 +1,5 @@
 """Training under bad conditions: kills, signals, full disks, damaged files, several processes,
-failures in a notebook, overflows, wrong input."""
+overflows, wrong input."""
 
 import itertools
 import json
@@ -13,10 +13,8 @@ import subprocess
 import sys
 import time
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 import train
 from lib.files import lock
@@ -83,43 +81,6 @@ def test_damaged_and_busy_folders(run, capsys):
     with lock(folder):
         error = one_line(capsys, run, "run", "--steps 3 --resume")
     assert "another process is training in" in error
-
-
-NOTEBOOK = """
-import os, signal, train
-from tools import probe
-get_lr, forward = train.get_lr, train.Pretraining.forward
-handler, interrupt = signal.getsignal(signal.SIGINT), lambda: os.kill(os.getpid(), signal.SIGINT)
-train.get_lr = lambda step, args: step == 3 and interrupt() or get_lr(step, args)
-train.main(FLAGS)
-----
-train.Pretraining.forward = lambda *args: (forward(*args)[0] * float("inf"), {})
-train.main([*FLAGS, "--resume"])
-----
-train.get_lr, train.Pretraining.forward = get_lr, forward
-train.main([*FLAGS, "--resume"])
-probe.main(["--ckpt", FOLDER, "--device", "cpu"])
-assert signal.getsignal(signal.SIGINT) is handler
-"""
-
-
-@pytest.mark.slow
-def test_in_a_notebook(corpus_file, cache, tmp_path):
-    """In a Jupyter kernel, whose shell keeps the traceback of the last error, a run that was
-    interrupted, and then failed, is resumed and probed."""
-    flags = shlex.split("--steps 8 --eval_every 4 --log_every 1")
-    flags = train_flags(corpus_file, cache, tmp_path / "run", *flags)
-    text = NOTEBOOK.replace("FLAGS", repr(flags)).replace("FOLDER", repr(str(tmp_path / "run")))
-    cells = [nbformat.v4.new_code_cell(cell) for cell in text.split("----")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    where = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(notebook, timeout=600, allow_errors=True, resources=where).execute()
-    outputs = [cell.outputs for cell in notebook.cells]
-    errors = [[o.evalue for o in cell if o.output_type == "error"] for cell in outputs]
-    printed = ["".join(o.get("text", "") for o in cell) for cell in outputs]
-    assert errors == [["130"], ["1"], []], printed
-    assert "stopped at step 4" in printed[0] and "not finite by step 5" in printed[1]
-    assert "resumed at step 4" in printed[2] and (tmp_path / "run" / "probe").is_dir()
 
 
 def test_a_gradient_that_is_not_finite(run, tmp_path, monkeypatch, capsys):
@@ -228,7 +189,7 @@ def test_an_output_that_is_gone_does_not_end_a_run(corpus_file, cache, tmp_path)
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
 def test_signals(run, tmp_path, monkeypatch, capsys, name):
     """SIGHUP (a closed terminal), SIGTERM and Ctrl-C save and stop; where they are ignored (nohup),
-    they stay ignored."""
+    they stay ignored. Afterwards, as a notebook needs, everything is as before."""
     number, get_lr = getattr(signal, name), train.get_lr
 
     def kill_at_step_3(step, args):
@@ -241,6 +202,7 @@ def test_signals(run, tmp_path, monkeypatch, capsys, name):
     try:
         assert exit_code(run, "run", "--steps 9") == 128 + number
         assert weights(tmp_path / "run")["step"] == 4
+        assert signal.getsignal(number) == signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)
         assert exit_code(run, "ignored", "--steps 5") is None
     finally:
