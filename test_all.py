@@ -1000,8 +1000,7 @@ def test_validation_sequences_cover_the_stream(corpus):
 
 @pytest.mark.parametrize("preset", train.PRESETS)
 def test_presets_and_names(preset):
-    """A flag overrides the preset. A run is named after its data, preset, scheme, objective and
-    seed."""
+    """A flag overrides the preset. A run is named after what determines it."""
     args = train.parse_args(["--steps", "7", "--preset", preset, "--objective", "pplm+mlm"])
     assert args.steps == 7 and args.lr == train.PRESETS[preset]["lr"]
     assert args.out_dir == f"out/{args.dataset}-{preset}-abs-mlm+pplm-s1337"
