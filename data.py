@@ -5,8 +5,7 @@
     python data.py --dataset wikibooks --tokenizer gpt2           # Wikipedia, books (Hugging Face)
 
 Files are txt, jsonl, csv or parquet, in UTF-8; gz, xz and bz2 are decompressed. train.py calls the
-same code if the data is not prepared yet. There are three stages; a stage whose result exists is
-skipped:
+same code if the data is not prepared yet. There are three stages:
 
     documents   an iterator of texts (lib/sources.py), never all in memory
     tokenizer   GPT-2's byte-level BPE, or one with 8,184 ids trained on the corpus itself
@@ -88,7 +87,8 @@ def prepare(dataset, tokenizer, cache, text_column="text", books_dataset=BOOKS_D
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder, "preparing data", wait=True):
             if not (folder / "meta.json").exists():  # another process may have made it meanwhile
-                state = make_tokenizer(parts, tokenizer, folder)
+                state = gpt2_state() if tokenizer == "gpt2" else bpe_state(parts)
+                write_json(folder / "tokenizer.json", state)
                 write_tokens(source, parts, state, folder, dataset)
     return open_corpus(folder)
 
@@ -106,14 +106,6 @@ def find_prepared(dataset, tokenizer, cache):
         for file in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
             if read_json(file, source=dict)["source"].get("versions") == docs_versions():
                 return file.parent
-
-
-def make_tokenizer(parts, name, folder):
-    """-> the tokenizer's state, also in tokenizer.json."""
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        write_json(file, gpt2_state() if name == "gpt2" else bpe_state(parts))
-    return read_json(file, name=str, hash=str)
 
 
 def write_tokens(source, parts, state, folder, dataset):
@@ -201,15 +193,9 @@ def chunks(text):
 
 
 def open_corpus(folder) -> Corpus:
-    """A prepared folder -> Corpus. Raises UserError if it is damaged."""
+    """A prepared folder -> Corpus."""
     state = read_json(folder / "tokenizer.json", name=str, hash=str)
-    meta = read_json(folder / "meta.json", tokens=dict, dtype=str, vocab_size=int)
-    for split, n in meta["tokens"].items():
-        if os.path.getsize(folder / f"{split}.bin") != n * np.dtype(meta["dtype"]).itemsize:
-            raise UserError(
-                f"{folder} is damaged ({split}.bin does not have the {n:,} tokens that meta.json "
-                "says): delete it and prepare it again"
-            )
+    meta = read_json(folder / "meta.json", dtype=str, vocab_size=int)
     if "digest" not in meta:  # prepared by an earlier version
         meta["digest"] = token_digest(folder)
     train, val = (np.memmap(folder / f"{s}.bin", meta["dtype"], "r") for s in ("train", "val"))

@@ -36,7 +36,6 @@ from tqdm import tqdm  # comes with datasets
 
 from data import prepare
 from lib import squad
-from lib.bpe import encoding_arguments
 from lib.config import Parser, UserError, add_device_flags, between, leave, one_line_errors
 from lib.device import autocast, can_compile, keep_memory, pick_device, pick_dtype
 from lib.files import (
@@ -262,36 +261,22 @@ class Classifier(nn.Module):
         return F.cross_entropy(out.flatten(0, -2), labels.flatten())  # spans: (2B, L), (2B,)
 
 
-def read_start(ckpt, cache="cache"):
-    """A path or 'scratch' -> a checkpoint dictionary, whose `source` is its name in the results.
-    Raises UserError."""
-    if ckpt != "scratch":
-        start = read_checkpoint(ckpt)
-        start.pop("optimizer", None)  # twice as large as the model
-        source = f"{ckpt} ({start['task']})" if "task" in start else ckpt
-        return {**start, "source": source}
-    if any(Path("out").glob("*/ckpt.pt")):
+def read_start(ckpt):
+    """A path, or 'scratch' for an untrained model with the newest run's shape and tokenizer -> a
+    checkpoint dictionary, whose `source` is its name in the results. Raises UserError."""
+    if ckpt == "scratch":
         run = newest_run()
         source = f"scratch, shaped like {run}"
         return {**read_checkpoint(run), "model": {}, "step": 0, "source": source}
-    corpus = prepare("docs", "bpe", cache)
-    sizes = dict(vocab_size=corpus.vocab_size, dropout=0.0, attn_dropout=0.0)  # as in demo
-    return {
-        "config": asdict(EncoderConfig(**sizes)),
-        "tokenizer": encoding_arguments(corpus.tokenizer),
-        "tokenizer_hash": corpus.meta["tokenizer_hash"],
-        "data": corpus.meta,
-        "step": 0,
-        "model": {},
-        "source": "scratch, demo",
-    }
+    start = read_checkpoint(ckpt)
+    start.pop("optimizer", None)  # twice as large as the model
+    source = f"{ckpt} ({start['task']})" if "task" in start else ckpt
+    return {**start, "source": source}
 
 
 def make_model(start, name, length, seed=0):
     """-> a Classifier with a checkpoint's encoder and a new head. A length beyond max_len extends
     the position tables. Raises UserError if the weights do not fit."""
-    if length < 8:
-        raise UserError(f"sequences of {length} tokens are too short: --length must be 8 or more")
     torch.manual_seed(seed)
     cfg = start["config"]
     encoder = Encoder(EncoderConfig(**{**cfg, "max_len": max(length, cfg["max_len"])}))
@@ -528,9 +513,7 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("task and files").add_argument
     flag("--task", choices=(*TASKS, "all"), default="docs", help="all: GLUE, with papers' averages")
     flag("--ckpt", type=path, help="run or checkpoint (default: the newest under out/), or scratch")
-    flag(
-        "--data_dir", type=path, help="GLUE's official folders, or SQuAD's JSON (default: the hub)"
-    )
+    flag("--data_dir", type=path, help="GLUE's folders, or SQuAD's JSON (default: the hub)")
     flag("--limit_train", type=count, help="training examples (default: all; docs: 500)")
     flag("--out_dir", type=path, help="for results.jsonl and the model (default: the checkpoint's)")
     flag("--cache", type=path, default="cache", help="folder for prepared data")
@@ -613,15 +596,13 @@ def main(argv=None):
     with one_line_errors("use a smaller --batch_size or --length"):
         args = parse_args(argv)
         keep_memory()
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise UserError("finetune.py runs as one process: use python, not torchrun")
         args.device = pick_device(args.device)
         args.dtype, _ = pick_dtype(args.device, args.dtype)
         args.compile = args.compile and can_compile(args.device)
 
         # All tasks start from the same checkpoint, even if another process saves a newer one.
         args.ckpt = args.ckpt or newest_run()
-        start = read_start(args.ckpt, args.cache)
+        start = read_start(args.ckpt)
         if args.dropout is not None:
             start["config"] |= {"dropout": args.dropout, "attn_dropout": args.dropout}
         folder = Path("out") if args.ckpt == "scratch" else Path(args.ckpt)

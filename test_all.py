@@ -20,7 +20,6 @@ import math
 import os
 import random
 import re
-import statistics
 from collections import Counter, defaultdict
 from functools import partial
 from types import SimpleNamespace
@@ -52,7 +51,7 @@ from model import (
     load,
     parse_pe,
 )
-from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, new_batch, seeded_generator
+from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, seeded_generator
 from teach import naive
 from tests.conftest import (  # fixtures, too
     WORDS,
@@ -118,38 +117,8 @@ def sequences(B=6, L=12):
 # model.py: positional schemes
 
 
-@pytest.mark.parametrize("pe", ["tupe_a", "tupe_r"])
-def test_tupe_is_two_correlations(pe):
-    """TUPE eq 9 to 11: s_ij = q_i . k_j / sqrt(2D) + v_ij. The first term is the correlation of two
-    tokens, without their positions; v_ij = p_i U_Q . p_j U_K / sqrt(2D) is that of the positions,
-    with separate projections that all layers share. TUPE-R adds T5's bias to v_ij. (The sum of
-    two dot products has twice the variance of one, hence sqrt(2D).) To untie [CLS], whose position
-    means nothing, its row of v becomes one learned number per head, theta_1, and the rest of its
-    column another, theta_2."""
-    encoder, tokens, D, L = tiny(pe), sequences(), 8, 12
-    (part,) = encoder.scheme.parts.values()
-    # Layer 0: its input is the embedding of the tokens, to which no position is added.
-    q, k, _ = encoder.blocks[0].qkv(encoder.norm(encoder.tok(tokens))).chunk(3, -1)
-    u = part.positions
-    p, t = u.norm(u.table.weight[:L]), u.norm(part.theta)
-    p_Q, p_K = p @ u.u_q.weight.T, p @ u.u_k.weight.T
-    t_Q, t_K = t @ u.u_q.weight.T, t @ u.u_k.weight.T
-    for h in range(2):
-        dims = slice(h * D, h * D + D)  # of this head
-        tokens_ij = q[..., dims] @ k[..., dims].mT / math.sqrt(2 * D)
-        v_ij = p_Q[:, dims] @ p_K[:, dims].T / math.sqrt(2 * D)
-        if pe == "tupe_r":
-            buckets = [[naive.bucket(j - i) for j in range(L)] for i in range(L)]
-            v_ij = v_ij + part.relative_bias.table.weight[buckets, h]
-        theta_1, theta_2 = (t_Q[:, dims] * t_K[:, dims]).sum(1) / math.sqrt(2 * D)
-        v_ij[:, 0], v_ij[0] = theta_2, theta_1
-        close(encoder.attention(tokens)[:, h], (tokens_ij + v_ij).softmax(-1))
-
-
-# Next, the same for all schemes (equations: teach/naive.py). Wang 2021 compares 13: none; a vector
-# per position, added to the token embedding (abs: learned, sin: sinusoids, lsin: with learned
-# frequencies); one per offset pos_j - pos_i, added to key j and value j (rel, rsin, rlsin); 6 sums.
-# head_weights returns an encoder's weights; naive_encoder computes its output with loops.
+# All schemes are compared with teach/naive.py, which has their equations as loops. head_weights
+# returns an encoder's weights; naive_encoder computes its output.
 NAMES = {parts[0].__name__: pe for pe, parts in reversed(SCHEMES.items()) if len(parts) == 1}
 
 
@@ -350,11 +319,8 @@ def test_dropout_in_training(pe, norm, monkeypatch):
     values and rel's value term are weighted, and the output of each sublayer (BERT), each at its
     rate; in evaluation, nowhere. Encoder.attention returns the probabilities before dropout."""
     encoder = tiny(pe, norm=norm, dropout=0.2, attn_dropout=0.3)
-    tokens, pos, no_pad = (
-        sequences(2, 5),
-        torch.tensor([[0, 4, 2, 1, 3]] * 2),
-        torch.zeros(2, 5) > 0,
-    )
+    tokens, pos = sequences(2, 5), torch.tensor([[0, 4, 2, 1, 3]] * 2)
+    no_pad = torch.zeros(2, 5, dtype=torch.bool)
     pad = torch.tensor([[False] * 5, [False, False, True, False, False]])
     attention = [encoder.attention(tokens, layer, pos) for layer in (0, 1)]
     assert encoder.training
@@ -398,40 +364,10 @@ def test_both_attention_paths(pe, monkeypatch):
         results.append([hidden, *gradients])
     close(*results)
     assert len(calls) == (0 if encoder.scheme.has_values else 2)
-    with torch.autocast("cpu", torch.bfloat16):  # changes hidden states by rounding only
-        rounded = copy.deepcopy(encoder).float()(tokens, pad=pad)
-    assert (rounded - results[0][0]).norm() < 0.1 * results[0][0].norm()
     calls.clear()
     encoder.train().blocks[0].attn_dropout = 0.3
     encoder(tokens)
     assert encoder.scheme.has_values or [x["dropout_p"] for x in calls] == [0.3, 0.0]
-
-
-@pytest.mark.parametrize("pe", "sin rsin rope alibi t5".split())
-def test_positions_are_exact_in_16_bits(pe):
-    """A model cast to 16 bits, or made while they are the default, keeps its frequencies, slopes
-    and buckets: up to position 512 every positional term is right to 16 bits."""
-    shape, pos, results = dict(n_layer=1, d_model=96, n_head=6, max_len=512), torch.arange(512), []
-    exact, rounded = tiny(pe, **shape).float(), tiny(pe, **shape).float().bfloat16()
-    q, k = torch.randn(2, 1, 6, 512, 16, dtype=torch.bfloat16)
-    for encoder, x in ((exact, (q.float(), k.float())), (rounded, (q, k))):
-        scheme, at = encoder.scheme, Positions(pos)
-        terms = [scheme.embed(at), scheme.bias(at), *scheme.terms(*x, at, 0, None)]
-        results.append([term.float() for term in terms if term is not None])
-    for a, b in zip(*results):
-        assert ((a - b).abs() <= 0.03 * (1 + a.abs())).all()
-    assert rounded(sequences()).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["lsin", "rlsin"])
-def test_learned_frequencies_begin_as_the_fixed_ones(name):
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        (part,) = Encoder(EncoderConfig(pe=name)).scheme.parts.values()
-    finally:
-        torch.set_default_dtype(torch.float)
-    width = 128 if name == "lsin" else 32
-    close(part.w, torch.tensor(naive.frequencies(width)), 1e-6)
 
 
 # ----- a student's mistakes
@@ -461,11 +397,6 @@ class NotFinite(Right):
         return torch.log(super().bias(pos))
 
 
-class NoneOfTwo(Right):
-    def edit_qk(self, q, k, pos):
-        q + 1
-
-
 class WrongOfTwo(Right):
     def edit_qk(self, q, k, pos):
         return q, k[..., :1]
@@ -482,12 +413,6 @@ class Unregistered(Right):
         self.tables = [torch.nn.Embedding(4, 4)]
 
 
-class Unregistered2(Right):
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.b = torch.ones(cfg.n_head, requires_grad=True)
-
-
 class TwoScales(Right):
     scale_terms = 2
 
@@ -495,11 +420,9 @@ class TwoScales(Right):
 MISTAKES = {
     NoReturn: r"NoReturn.bias \(.*test_all.py, line \d+\) returned None .*\(1 or B, 2, 12, 12\)",
     WrongShape: r"WrongShape.bias .* returned \(1, 12, 12\)",
-    NoneOfTwo: "NoneOfTwo.edit_qk .* returned None",
     WrongOfTwo: r"WrongOfTwo.edit_qk .* returned \(6, 2, 12, 1\)",
     NoSuper: r"NoSuper.__init__ \(.*line \d+\) does not call super",
     Unregistered: "Unregistered.__init__ .* self.tables would not be trained",
-    Unregistered2: "Unregistered2.__init__ .* self.b would not be trained",
 }
 
 
@@ -523,30 +446,17 @@ def test_a_mistake_in_a_component_is_named(component, monkeypatch):
     refuses("needs a line in SCHEMES", EncoderConfig, pe="other")
 
 
-@pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12])
-def test_alibi_slopes(n_head):
-    """For 8 heads, 2^-1 to 2^-8; for others as published (Press 2021): the powers of the largest
-    power of two, then every other one of twice as many."""
-    published = {1: [8], 2: [4, 8], 6: [2, 4, 6, 8, 1, 3], 8: range(1, 9)}
-    published[12] = [*range(1, 9), 0.5, 1.5, 2.5, 3.5]
-    (part,) = tiny("alibi", n_head=n_head, d_model=24).scheme.parts.values()
-    bias = part.bias(Positions(torch.arange(3)))[0, :, 0, 2]
-    close(-bias / 2, torch.tensor([2.0**-x for x in published[n_head]]), 1e-6)
-
-
 def test_load(run):
     """load(run) is the encoder of a run in eval mode, also of one with a layer for the pair head;
     weights that do not fit are refused."""
-    folder = run("run", "--steps 1 --pe tupe_r --dropout .5")
-    assert not load(folder).training and load(folder).config.dropout == 0.5
+    folder = run("run", "--steps 1 --pe deberta --objective pplm --dropout .5")
+    encoder = load(folder)
+    assert not encoder.training and encoder.config.dropout == 0.5
     assert load(folder, dropout=0.0).config.dropout == 0
-    checkpoint = torch.load(folder / "ckpt.pt")
-    for change, error in ({"d_ff": 48}, "size mismatch"), ({"pe": "rel"}, "Missing key"):
-        torch.save(checkpoint | {"config": checkpoint["config"] | change}, folder / "other.pt")
-        with pytest.raises(RuntimeError, match=error):
-            load(folder / "other.pt")
-    encoder = load(run("pairs", "--steps 1 --pe deberta --objective pplm"))
     assert len(encoder.scheme.parts["Deberta"].layers) == encoder.config.n_layer + 1
+    for change, error in ({"d_ff": 48}, "size mismatch"), ({"pe": "rel"}, "Missing key"):
+        with pytest.raises(RuntimeError, match=error):
+            load(folder, **change)
 
 
 # ==================================================================================================
@@ -830,24 +740,6 @@ def test_tc_equals_a_loop(cfg, pe):
         close(ours, expected, 1e-5)  # cosines are in float32
 
 
-def test_tc_of_a_constant_context():
-    """If all g are alike, the loss is ln(1 + K). Candidates are detached: only the token itself,
-    the anchor, gets a gradient (TACO's code). Evaluation uses float32 even with bf16 autocast."""
-    model, tokens, batch = corrupted("tc")
-    tc, encoder, e = model.objectives["tc"], model.encoder, model.encoder.tok(tokens).detach()
-    assert abs(tc.loss(encoder, e + 1.0, batch)[0] - math.log(51)) < 1e-5
-    one = torch.zeros_like(batch["tc_weight"])
-    one[1, 5] = True
-    hidden = torch.randn(6, 12, 16).double().requires_grad_()
-    tc.loss(encoder, hidden, {**batch, "tc_weight": one})[0].backward()
-    assert (hidden.grad.abs().sum(-1) > 0).nonzero().tolist() == [[1, 5]]
-    similar = (e + 10 + torch.randn(6, 12, 16)).float()
-    with torch.no_grad():
-        expected = tc.eval().loss(encoder.float(), similar, batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert tc.loss(encoder, similar, batch) == expected
-
-
 def test_nsp():
     """Next sentence prediction (BERT): the middle token becomes [SEP], half of the sequences get
     the second half of another one, and [CLS] predicts which. A sequence too short to split is
@@ -942,7 +834,9 @@ def test_a_sum_is_the_sum_of_its_parts(objective):
 
 
 def test_corruption_is_a_function_of_its_key():
-    """A batch depends on (tokens, key) alone, and each part has a generator of its own."""
+    """A batch depends on (tokens, key) alone, in every process, and each part has a generator of
+    its own."""
+    assert seeded_generator("cpu", 1337, 0, "mlm").initial_seed() == 6945921723512978997
     drawn = dict(mlm="mlm_slots", pplm="pos", tc="tc_candidates", nsp="nsp_label")
     model, tokens = pretraining("nsp+mlm+pplm+tc"), sequences()
     batch, clean = model.corrupt(tokens, 7, 100, 0), tokens.clone()
@@ -990,7 +884,7 @@ def enumerated_baselines(n, k):
     return nats
 
 
-@pytest.mark.parametrize("n, k", [(6, 4), slow(7, 4), slow(6, 2), slow(7, 2), slow(5, 5)])
+@pytest.mark.parametrize("n, k", [(6, 4), slow(7, 4), slow(5, 5)])
 def test_baselines_equal_an_enumeration(n, k):
     """Each baseline is the lowest loss of a predictor that knows only what its name says."""
     ours = baselines.position_baselines(n + 2, k / n)
@@ -1103,36 +997,14 @@ def test_validation_sequences_cover_the_stream(corpus):
 # ==================================================================================================
 # train.py
 
-# Sizes and schedules of the presets: RPP app. A; TACO sec 5; Wang 2021 app. B; TUPE app. A.
-# fmt: off
-PUBLISHED = {  # layers, C, heads, FFN, L, batch, lr, warm-up, steps, beta2, eps, mask_rate
-    "rpp":  (12, 256, 16, 1024, 128, 64, 5e-4, 1000, 40_000, 0.98, 1e-6, 0.30),
-    "taco": (4, 512, 8, 2048, 256, 1280, 1e-4, 2500, 250_000, 0.999, 1e-8, 0.15),
-    "wang": (8, 512, 8, 2048, 128, 128, 5e-5, 10_000, 250_000, 0.999, 1e-6, 0.15),
-    "tupe": (12, 768, 12, 3072, 512, 256, 1e-4, 10_000, 1_000_000, 0.999, 1e-6, 0.15),
-    "demo": (4, 128, 4, 512, 64, 32, 3e-3, 500, 1500, 0.98, 1e-6, 0.15),  # ours, as is lab
-    "lab":  (4, 256, 8, 1024, 64, 64, 2e-3, 500, 3000, 0.98, 1e-6, 0.15),
-}
-# fmt: on
-
 
 @pytest.mark.parametrize("preset", train.PRESETS)
-def test_presets(preset):
-    """A preset has the numbers of PUBLISHED, and a flag overrides it. A run is named after its
-    data, preset, scheme, objective and seed."""
-    args = train.parse_args(["--preset", preset])
-    batch = args.batch_size * args.grad_accum
-    shape = args.n_layer, args.d_model, args.n_head, args.d_ff, args.block_size, batch
-    schedule = args.lr, args.warmup, args.steps, args.beta2, args.eps, args.mask_rate
-    assert shape + schedule == PUBLISHED[preset]
-    ours = preset in ("demo", "lab")
-    assert (args.beta1, args.weight_decay, args.dropout) == (0.9, 0.01, 0.0 if ours else 0.1)
-    assert (args.dataset, args.tokenizer) == (("docs", "bpe") if ours else ("wikibooks", "gpt2"))
-    assert (args.pos_rate, args.pe, args.objective, args.norm) == (0.6, "abs", "mlm", "post")
+def test_presets_and_names(preset):
+    """A flag overrides the preset. A run is named after what determines it."""
     args = train.parse_args(["--steps", "7", "--preset", preset, "--objective", "pplm+mlm"])
-    assert args.steps == 7
+    assert args.steps == 7 and args.lr == train.PRESETS[preset]["lr"]
     assert args.out_dir == f"out/{args.dataset}-{preset}-abs-mlm+pplm-s1337"
-    for dataset, name in (("a/b:20231101.de", "a-b-20231101-de"), ("x/texts/*.txt", "texts")):
+    for dataset, name in (("a/b:20231101.de", "a-b-20231101-de"), ("x/*.txt", "x-txt")):
         assert train.parse_args(["--dataset", dataset]).out_dir == f"out/{name}-demo-abs-mlm-s1337"
 
 
@@ -1141,8 +1013,6 @@ def test_learning_rate():
     args = train.parse_args("--steps 10 --warmup 4 --lr 0.12".split())
     rates = [train.get_lr(step, args) for step in range(11)]
     assert rates == pytest.approx([0.03, 0.06, 0.09, 0.12, 0.12, 0.1, 0.08, 0.06, 0.04, 0.02, 0])
-    args = train.parse_args("--steps 2 --warmup 4 --lr 0.12".split())  # all of it is warm-up
-    assert [train.get_lr(step, args) for step in range(2)] == pytest.approx([0.03, 0.06])
 
 
 def plain_training(args, corpus, dtype, overflows=()):
@@ -1235,10 +1105,6 @@ def test_training_equals_a_plain_loop(dtype, run, corpus, capsys, monkeypatch):
         assert scale == 65536 / 4
 
 
-def test_generators_are_the_same_in_every_process():
-    assert seeded_generator("cpu", 1337, 0, "mlm").initial_seed() == 6945921723512978997
-
-
 # ----- a run
 
 
@@ -1265,7 +1131,7 @@ def test_a_run_learns_logs_and_saves(run, capsys):
 
 @pytest.mark.parametrize(
     "pe, objective",
-    [("tupe_r", "mlm+pplm"), slow("abs", "mlm"), slow("rel", "clm+tc"), slow("t5", "nsp+mlm+pmlm")],
+    [("tupe_r", "mlm+pplm"), slow("rel", "taco --dtype float16")],
 )
 def test_resume_is_bit_exact(run, tmp_path, pe, objective):
     """A run that is resumed half-way ends with the weights and the log of an uninterrupted one."""
@@ -1277,7 +1143,7 @@ def test_resume_is_bit_exact(run, tmp_path, pe, objective):
     lines = (whole / "log.jsonl").read_text().splitlines()
     (cut / "log.jsonl").write_text("\n".join(lines[:4]) + '\n{"st')  # step 9, and a crash
     run("cut", f"{flags} --resume")
-    for key in ("model", "optimizer"):
+    for key in ("model", "optimizer", "scaler"):
         close(weights(whole)[key], weights(cut)[key], 0)
     logs = [log_of(folder)[1:] for folder in (whole, cut)]
     for row in logs[0] + logs[1]:
@@ -1296,7 +1162,6 @@ def test_resume_refuses_another_run(run, capsys):
         "--resume --steps 4": "--steps was 3, is 4",
         "--resume --pe t5": "--pe was abs, is t5",
         "--resume --seed 1 --lr 1": "--seed was 1337, is 1; --lr was 0.003, is 1.0",
-        "--resume --batch_size 2": "--batch_size was 4, is 2",
         "--resume --grad_accum 2": "--grad_accum times processes was 1, is 2",
     }.items():
         assert message in one_line(capsys, run, "run", f"--steps 3 {flags}")
@@ -1392,29 +1257,18 @@ def test_evaluation_is_the_same_for_every_scheme(corpus):
         assert all(torch.equal(a[key], b[key]) for key in a if torch.is_tensor(a[key]))
 
 
-def test_sample_of_a_perfect_model(corpus, monkeypatch):
-    """A sample shows [predicted|true] for mlm, and for pplm the tokens in their assigned and in
-    their predicted order, which is that of the text if the model knows all offsets."""
+def test_sample(corpus, monkeypatch):
+    """A sample shows [predicted|true] for each masked token."""
     tokens = data.validation_batches(corpus, 16)[0][:1]
-    text = encoding_of(corpus).decode(tokens[0, 1:-1].tolist()).strip()
-    model, pplm = small_model("--mask_rate .3").train(), small_model("--objective pplm")
-    model.encoder.tokenizer = pplm.encoder.tokenizer = encoding_of(corpus)
-    mlm, head = model.objectives["mlm"], pplm.objectives["pplm"].head
-    batch = new_batch(tokens, 8192)
-    mlm.corrupt(batch, seeded_generator("cpu", "sample"))
-    truth = 9.0 * F.one_hot(batch["mlm_target"][0], 8192)
-    monkeypatch.setattr(mlm, "token_logits", lambda *args: truth)
-    words = [part.split("]")[0].split("|") for part in train.sample(model, tokens).split("[")[1:]]
-    assert len(words) == round(0.3 * 14) and all(a == b for a, b in words)
-    assert model.training
-
-    offsets = torch.arange(14) - torch.arange(14)[:, None]
-    logits = 99.0 * F.one_hot(offsets + 15, 31)[None]
-    monkeypatch.setattr(head, "scores", lambda *args: logits)
-    head.psi = torch.nn.Identity()
-    assigned, predicted = train.sample(pplm, tokens).split(" -> ")
-    assert predicted == text != assigned
-    assert sorted(assigned.replace(" ", "")) == sorted(text.replace(" ", ""))
+    model = small_model("--mask_rate .3").train()
+    model.encoder.tokenizer = encoding_of(corpus)
+    truth = 9.0 * F.one_hot(tokens, 8192)
+    monkeypatch.setattr(model.objectives["mlm"], "token_logits", lambda *args: truth)
+    text = train.sample(model, tokens)
+    words = [part.split("]")[0].split("|") for part in text.split("[")[1:]]
+    assert len(words) == round(0.3 * 14) and all(a == b for a, b in words) and model.training
+    original = encoding_of(corpus).decode(tokens[0, 1:-1].tolist()).replace(" ", "")
+    assert re.sub(r" ?\[(.+?)\|.+?\]| ", r"\1", text) == original
 
 
 # ==================================================================================================
@@ -1448,34 +1302,20 @@ def test_batches_take_every_row_once_and_similar_lengths():
     assert orders[1] != orders[2] and lengths != sorted(lengths)
 
 
-@pytest.mark.parametrize("name", ["mnli", "stsb", "squad"])
-def test_heads_and_losses_with_padding(name):
-    """The head is BERT's, on [CLS]: dense, tanh, linear (SQuAD: linear, on every token). A padded
-    batch gives what its rows give alone. The losses are cross-entropy (SQuAD: of the answer's first
-    and last token) and, for STS-B, the squared error."""
-    model = tiny_classifier(name, "tupe_r").eval()
-    label = {"stsb": float, "mnli": int, "squad": lambda y: (1, 2)}[name]
-    rows = [([64, 1, 2, 3, 66], label(1.5)), ([64, 5, 66], label(2.5))]
-    tokens, pad, labels = finetune.padded_batch(rows, range(len(rows)), 65, CPU)
+def test_squads_head_with_padding():
+    """SQuAD's head is linear, on every token. A padded batch gives what its rows give alone; the
+    loss is the mean cross-entropy of the answer's first and last token."""
+    model = tiny_classifier("squad", "tupe_r").eval()
+    rows, losses = [([64, 1, 2, 3, 66], (1, 2)), ([64, 5, 66], (1, 2))], []
+    tokens, pad, labels = finetune.padded_batch(rows, [0, 1], 65, CPU)
     assert tokens.tolist() == [[64, 1, 2, 3, 66], [64, 5, 66, 65, 65]]
     assert pad.tolist() == [[False] * 5, [False] * 3 + [True] * 2]
-    losses = []
     for out, row in zip(model(tokens, pad), rows):
-        ids, pad_alone, y = finetune.padded_batch([row], [0], 65, CPU)
-        hidden = model.encoder(ids)[0]  # (L, C)
-        if name == "squad":
-            alone = model.head[-1](hidden).T  # (2, L): logits of the first and the last token
-        else:
-            _, dense, _, _, out_layer = model.head
-            alone = out_layer(torch.tanh(dense(hidden[0]))).squeeze()
+        ids, pad_alone, _ = finetune.padded_batch([row], [0], 65, CPU)
+        alone = model.head[-1](model.encoder(ids)[0]).T  # (2, L)
         assert pad_alone is None
-        close(out[..., : len(row[0])] if name == "squad" else out, alone)
-        if name == "stsb":
-            losses.append((alone - y[0]) ** 2)
-        elif name == "mnli":
-            losses.append(-alone.log_softmax(0)[y[0]])
-        else:
-            losses.append(-alone.log_softmax(1)[[0, 1], y[0]].mean())
+        close(out[:, : len(row[0])], alone)
+        losses.append(-alone.log_softmax(1)[[0, 1], [1, 2]].mean())
     close(model.loss(tokens, pad, labels), sum(losses) / 2, 1e-7)
 
 
@@ -1483,7 +1323,6 @@ def test_heads_and_losses_with_padding(name):
 BEST_OF = [2e-5, 3e-5, 4e-5, 5e-5]
 # fmt: off
 RECIPES = {  # epochs, lr, batch, warm-up, weight decay, eps, length, layer-wise decay, over seeds
-    ("electra", "mnli", 512):     (3, [1e-4], 32, 0.1, 0, 1e-6, 128, 0.8, "median"),
     ("electra", "stsb", 256):     (10, [3e-4], 32, 0.1, 0, 1e-6, 128, 0.8, "median"),
     ("electra", "squad_v2", 512): (2, [1e-4], 32, 0.1, 0, 1e-6, 512, 0.8, "median"),
     ("tupe", "qnli", 512):        (5, BEST_OF, 32, 0.06, 0.01, 1e-6, 512, 1, "median"),
@@ -1491,7 +1330,6 @@ RECIPES = {  # epochs, lr, batch, warm-up, weight decay, eps, length, layer-wise
     ("taco", "qqp", 512):         (6, [5e-5], 64, 2000, 0, 1e-8, 128, 1, "mean"),
     ("taco", "sst2", 512):        (4, [5e-5], 64, 200, 0, 1e-8, 128, 1, "mean"),
     ("taco", "rte", 512):         (4, [5e-5], 32, 100, 0, 1e-8, 128, 1, "mean"),
-    ("bert", "qqp", 512):         (3, [2e-5], 32, 0, 0, 1e-8, 128, 1, "mean"),
     ("bert", "squad", 512):       (3, [3e-5], 32, 0, 0, 1e-8, 384, 1, "mean"),
     ("bert", "docs", 256):        (10, [2e-5], 32, 0, 0, 1e-8, 128, 1, "mean"),
 }
@@ -1660,30 +1498,3 @@ def test_finetuning_from_files_to_scores(corpus, tmp_path, monkeypatch, capsys, 
     for name in dict.fromkeys(name for name, _ in scores):
         median, lr = max((np.median(scores[name, lr]), -lr) for lr in (0.001, 0.004))
         assert re.search(rf"^{name} +\w+ +{median:.3f} .* {-lr} +2 ", table, re.MULTILINE)
-
-
-def test_the_best_learning_rate_has_the_best_median():
-    """Not the best seed; the first metric decides; tasks and starts are kept apart."""
-    rows = []
-    for ckpt, lr, values in (("a", 1, (0, 9, 0)), ("a", 2, (4, 5, 4)), ("b", 1, (1, 1, 1))):
-        for value in values:
-            metrics = {"first": value, "second": -value}
-            rows.append({"ckpt": ckpt, "task": "t", "lr": lr, "metrics": metrics})
-    best = finetune.best_runs(rows, statistics.median)
-    assert best == {("a", "t"): rows[3:6], ("b", "t"): rows[6:]}
-
-
-def test_seeds_decide_head_order_and_dropout(corpus):
-    """The same seed gives the same model, bit for bit; another seed gives another one."""
-    config = dict(vars(tiny("abs").config), vocab_size=corpus.vocab_size)
-    start = {"config": config, "model": {}, "source": ""}
-    start["tokenizer"] = bpe.encoding_arguments(corpus.tokenizer)
-    chosen = finetune.settings(finetune_args("--epochs", 1), "cola", config)
-    rows = [([64, *15 * [i], 66], i % 2) for i in range(60)]  # longer than max_len
-    models = []
-    for seed in (0, 0, 1):
-        model = finetune.make_model(start, "cola", 17, seed)
-        torch.rand(len(models))  # dropout depends on the seed alone
-        finetune.train(model, rows, chosen, 0.01, seed, finetune_args())
-        models.append(torch.cat([p.flatten() for p in model.parameters()]))
-    assert torch.equal(models[0], models[1]) and not torch.equal(models[0], models[2])

@@ -10,7 +10,6 @@ crash, add --resume to the same command. A flag overrides the preset.
 """
 
 import contextlib
-import glob
 import os
 import re
 import shlex
@@ -19,7 +18,6 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 
 import tiktoken
 import torch
@@ -136,15 +134,9 @@ def parse_args(argv=None):
     # Exact where every micro-batch scores the same number of tokens: for mlm, unless an inner [SEP]
     # leaves too few. Other losses are means over numbers that vary, and tc's negatives come from
     # its own micro-batch.
-    flag(
-        "--grad_accum", type=count, help="micro-batches per step (a larger batch, exactly for mlm)"
-    )
+    flag("--grad_accum", type=count, help="micro-batches per step: a larger batch")
     flag("--lr", type=positive, help="peak learning rate: linear warm-up, linear decay to 0")
-    flag(
-        "--warmup",
-        type=between(int, "[0, 1e9]"),
-        help="steps (default: a third of --steps at most)",
-    )
+    flag("--warmup", type=between(int, "[0, 1e9]"), help="steps (default: at most --steps / 3)")
     flag("--weight_decay", type=between(float, "[0, 1e9)"), default=0.01, help="on matrices only")
     flag("--beta1", type=below_1, help="AdamW beta1")
     flag("--beta2", type=below_1, help="AdamW beta2")
@@ -171,11 +163,7 @@ def parse_args(argv=None):
     flag("--pair_layer", help="logits of an extra layer, or of the last block (last, RPP)")
     flag("--tc_on", help="tc's anchors: all tokens, or masked ones (TACO's concentrated)")
     flag("--tc_embedding", help="what tc subtracts: input (tokens) or input_layer (TACO's code)")
-    flag(
-        "--tc_window",
-        type=between(int, "[3, 1e5]"),
-        help="W, odd: positives are at most (W-1)/2 tokens away",
-    )
+    flag("--tc_window", type=count, help="W, odd: positives are at most (W-1)/2 tokens away")
     flag("--tc_negatives", type=between(int, "[1, 1e5]"), help="K, number of negatives")
     flag("--tc_temperature", type=positive, help="temperature of the softmax over cosines")
 
@@ -198,10 +186,7 @@ def parse_args(argv=None):
         parser.error(str(error))
     args.objective, args.loss_weights = cfg.objective, cfg.loss_weights  # in canonical order
     if not args.out_dir:
-        dataset = args.dataset
-        if glob.has_magic(dataset) or Path(dataset).is_file():  # files: the name of their folder
-            dataset = Path(dataset).parent.name or Path(dataset).stem
-        dataset = re.sub(r"[^A-Za-z0-9]+", "-", dataset).strip("-") or "files"
+        dataset = re.sub(r"[^A-Za-z0-9]+", "-", args.dataset).strip("-")
         args.out_dir = f"out/{dataset}-{args.preset}-{args.pe}-{args.objective}-s{args.seed}"
     return args
 
@@ -396,8 +381,8 @@ def train(args, argv):
                     }
                     run.save(state, keeping)
                 print(format_row(row, model.names, args.steps, baselines), flush=True)
-                if evaluating and (text := sample(model, validation[0][:1].to(device))):
-                    print(f"    sample: {text}", flush=True)
+                if evaluating and "mlm" in model.names:
+                    print("    sample:", sample(model, validation[0][:1].to(device)), flush=True)
             if stopping:
                 print(f"stopped at step {step}; resume with the same command and --resume")
                 leave(128 + stopping)
@@ -441,39 +426,21 @@ def evaluate(model, validation, amp, device):
 
 @torch.no_grad()
 def sample(model, tokens):
-    """What the model predicts for the beginning of a validation sequence (1, L) -> text: masked
-    tokens as [predicted|true], or the tokens in their assigned and their predicted order; empty for
-    other objectives."""
-    encoder, cfg = model.encoder, model.encoder.config
-    names = [name for name in model.names if name in ("mlm", "pmlm", "pplm", "pplm_some")]
-    if not names:
-        return ""
-    objective = model.objectives[names[0]]
+    """The beginning of a validation sequence (1, L) -> its text, with masked tokens as
+    [predicted|true]."""
+    encoder, mlm, cfg = model.encoder, model.objectives["mlm"], model.encoder.config
     tokens = tokens[:, :24].clone()
     tokens[:, -1] = cfg.sep_id
-    texts = [encoder.tokenizer.decode([i]).replace("\n", " ") for i in tokens[0].tolist()]
     batch = new_batch(tokens, cfg.vocab_size)
+    mlm.corrupt(batch, seeded_generator(tokens.device, "sample"))
     model.eval()
-    objective.corrupt(batch, seeded_generator(tokens.device, "sample"))
-    states = encoder.hidden_states(batch["tokens"], batch.get("pos"))
-    if names[0] == "mlm":
-        slots = batch["mlm_slots"][batch["mlm_weight"]].tolist()
-        hidden = encoder.final_norm(states[-1])[0, slots]  # (k, C)
-        logits = objective.token_logits(encoder, hidden)[:, : cfg.cls_id]
-        for slot, i in zip(slots, logits.argmax(-1).tolist()):
-            predicted = encoder.tokenizer.decode([i]).strip()
-            texts[slot] = f" [{predicted}|{texts[slot].strip()}]"
-        text = "".join(texts[1:-1])
-    else:  # sort the tokens by their mean offset from the others
-        scores = objective.head.scores(encoder, states, batch["pos"])
-        p = objective.head.psi(scores)[0].float().softmax(-1)  # (n, n, 2L - 1)
-        offsets = p @ torch.arange(1.0 - objective.L, objective.L, device=p.device)
-        assigned = batch["pos"][0, 1:-1].argsort(stable=True).tolist()
-        predicted = offsets.mean(0).argsort().tolist()
-        orders = ["".join(texts[1 + i] for i in order) for order in (assigned, predicted)]
-        text = " -> ".join(order.strip() for order in orders)
+    logits = mlm.token_logits(encoder, encoder(batch["tokens"]))[0, :, : cfg.cls_id]  # (L, V)
     model.train()
-    return text.strip()
+    text = ""
+    for true, predicted, masked in zip(tokens[0], logits.argmax(-1), batch["mlm_selected"][0]):
+        true, predicted = (encoder.tokenizer.decode([int(i)]) for i in (true, predicted))
+        text += f" [{predicted.strip()}|{true.strip()}]" if masked else true
+    return text.removeprefix("[CLS]").removesuffix("[SEP]").replace("\n", " ").strip()
 
 
 def main(argv=None):

@@ -17,9 +17,8 @@ BPE_IDS = 8184  # + 8 special tokens = 8192
 # Bounds on the BPE's training text. English stays far below all but the first one (50 M characters
 # have 0.2 M distinct words, 1.6 MB in all); text without spaces does not.
 BPE_SAMPLE = 50_000_000  # characters of text
-BPE_WORDS = 1_000_000  # different words counted at a time
 BPE_BYTES = 4_000_000  # total bytes of the different words
-BPE_WORD = 1000  # characters of a word
+BPE_WORD = 1000  # characters of a word; longer ones are left out
 
 
 def train_bpe(words, n_ids):
@@ -72,47 +71,30 @@ def train_bpe(words, n_ids):
     return ranks
 
 
-def cut_words(text):
-    """Yield the words of a text. A word longer than BPE_WORD (DNA, say) is cut into pieces."""
-    for match in regex.finditer(GPT2_PATTERN, text):
-        word = match[0]
-        if len(word) <= BPE_WORD:
-            yield word
-        else:
-            yield from (word[i : i + BPE_WORD] for i in range(0, len(word), BPE_WORD))
-
-
-def most_frequent(words):
-    """-> the most frequent words, up to BPE_BYTES bytes in all."""
-    kept, size = collections.Counter(), 0
-    for word, n in words.most_common():
-        size += len(word.encode("utf-8", "replace"))
-        if size > BPE_BYTES:
-            break
-        kept[word] = n
-    return kept
-
-
 def bpe_state(parts):
     """Train the corpus's own BPE on a sample of its parts -> a tokenizer's state.
 
     Every part contributes in proportion to its size, or equally if a size is unknown.
     """
-    words, bounded, sizes = collections.Counter(), False, [part.size for part in parts]
+    counts, sizes = collections.Counter(), [part.size for part in parts]
     print(f"bpe: training a tokenizer of {BPE_IDS:,} ids (half a minute)", flush=True)
     for part in parts:
         left = int(BPE_SAMPLE * part.size / sum(sizes) if all(sizes) else BPE_SAMPLE / len(parts))
         for text in filter(None, part.documents()):
-            words.update(cut_words(text[:left]))
-            if len(words) > BPE_WORDS:
-                words, bounded = most_frequent(words), True
+            found = regex.findall(GPT2_PATTERN, text[:left])
+            counts.update(word for word in found if len(word) <= BPE_WORD)
             left -= len(text)
             if left <= 0:
                 break
-    kept = most_frequent(words)
-    if bounded or len(kept) < len(words):
-        print(f"bpe: too many different words; trained on the {len(kept):,} most frequent ones")
-    ranks = train_bpe({word.encode("utf-8", "replace"): n for word, n in kept.items()}, BPE_IDS)
+    words, size = {}, 0  # the most frequent ones, up to BPE_BYTES in all
+    for text, n in counts.most_common():
+        word = text.encode("utf-8", "replace")
+        size += len(word)
+        if size > BPE_BYTES:
+            print(f"bpe: too many different words; trained on the {len(words):,} most frequent")
+            break
+        words[word] = n
+    ranks = train_bpe(words, BPE_IDS)
     # A tiny corpus has too few merges. Fill up with tokens that no UTF-8 text contains, so that the
     # ids of the special tokens are always the same.
     ranks += [b"\xff\xfe" + str(i).encode() for i in range(BPE_IDS - len(ranks))]

@@ -51,20 +51,12 @@ class LastingStream:
             stream.reconfigure(errors="backslashreplace")
 
     def write(self, text):
-        with self.discarding_what_fails():
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with self.discarding_what_fails():
-            self.stream.flush()
-
-    @contextlib.contextmanager
-    def discarding_what_fails(self):
         try:
-            yield
+            self.stream.write(text)
+            self.stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -117,13 +109,9 @@ def between(kind, interval):
 
     def convert(text):
         value = kind(text)
-        if not (
-            low < value < high
-            or value == low
-            and interval[0] == "["
-            or value == high
-            and interval[-1] == "]"
-        ):
+        above = value >= low if interval[0] == "[" else value > low
+        below = value <= high if interval[-1] == "]" else value < high
+        if not (above and below):
             raise argparse.ArgumentTypeError(f"{text} is not in {interval}")
         return value
 

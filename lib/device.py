@@ -1,6 +1,5 @@
 """Devices: which one to use, in what precision, and what it can do."""
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -82,9 +81,7 @@ def pick_dtype(device, name=None):
 
 def autocast(device, dtype):
     """The autocast context for a dtype; can be entered repeatedly."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype)
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def can_compile(device):

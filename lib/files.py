@@ -1,10 +1,8 @@
 """Files: atomic writes, checked reads, locks, checkpoints."""
 
 import contextlib
-import errno
 import json
 import os
-import shutil
 from pathlib import Path
 
 import filelock  # comes with torch and datasets
@@ -22,27 +20,10 @@ def atomic_write(file):
         with open(temporary, "wb") as handle:
             yield handle
             handle.flush()
-            sync(handle)
+            os.fsync(handle.fileno())
         os.replace(temporary, file)
-    except OSError as error:
-        raise named(error, file) from None
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync(handle):
-    """fsync, where the file system has it."""
-    try:
-        os.fsync(handle.fileno())
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        print(f"{handle.name}: this file system cannot sync files; a power cut may damage it")
-
-
-def named(error, file):
-    """-> the OSError with its file (writing to an open file raises one without)."""
-    return OSError(error.errno, error.strerror or str(error), str(file))
 
 
 def write_json(file, value):
@@ -51,57 +32,26 @@ def write_json(file, value):
 
 
 def write_checkpoint(file, state):
-    """torch.save, atomically. A symbolic link is written through. Raises OSError."""
+    """torch.save, atomically. Raises OSError."""
     try:
-        with atomic_write(os.path.realpath(file)) as handle:
+        with atomic_write(file) as handle:
             torch.save(state, handle)
     except (OSError, RuntimeError) as error:  # a full disk; torch may raise a RuntimeError
         raise OSError(f"{file} cannot be written: {error}") from None
 
 
-def hardlink(file, target):
-    """Replace target (or what it links to) by a hard link to file, or by a copy if the file system
-    has no links."""
-    target = os.path.realpath(target)
-    temporary = Path(f"{target}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(file, temporary)
-    except OSError:
-        shutil.copy2(file, temporary)
-    os.replace(temporary, target)
-
-
 def append_jsonl(file, row):
-    """Append an object as a line of its own, even if a crash has cut the last line short."""
-    line = json.dumps(row).encode() + b"\n"
-    try:
-        with open(file, "a+b") as handle:
-            if handle.tell():
-                handle.seek(-1, os.SEEK_END)
-                if handle.read(1) != b"\n":
-                    line = b"\n" + line
-            handle.write(line)
-    except OSError as error:
-        raise named(error, file) from None
+    with open(file, "a") as handle:
+        handle.write(json.dumps(row) + "\n")
 
 
 def read_jsonl(file):
-    """-> the objects of a JSON-lines file. A line that is none, because a crash cut it short, is
-    skipped, and this is printed."""
-    rows, n_skipped = [], 0
+    """-> the objects of a JSON-lines file, without a line that a crash has cut short."""
+    rows = []
     if Path(file).exists():
-        for line in Path(file).read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            else:
-                n_skipped += 1
-    if n_skipped:
-        print(f"{file}: skipped {n_skipped} damaged lines")
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
     return rows
 
 

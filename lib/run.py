@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import threading
 from pathlib import Path
 
 from lib.baselines import KNOWS, beaten
@@ -14,7 +13,6 @@ from lib.config import UserError
 from lib.files import (
     append_jsonl,
     atomic_write,
-    hardlink,
     lock,
     read_checkpoint,
     read_jsonl,
@@ -88,14 +86,11 @@ class RunFolder:
         append_jsonl(self.path / "log.jsonl", row)
 
     def save(self, state, keep=False):
-        """Replace ckpt.pt; keep: also as ckpt_<step>.pt, which is written first, since a resumed
-        run continues after the step of ckpt.pt."""
+        """Replace ckpt.pt; keep: also write ckpt_<step>.pt, and that first, since a resumed run
+        continues after the step of ckpt.pt."""
         if keep:
-            kept = self.path / f"ckpt_{state['step']}.pt"
-            write_checkpoint(kept, state)
-            hardlink(kept, self.path / "ckpt.pt")
-        else:
-            write_checkpoint(self.path / "ckpt.pt", state)
+            write_checkpoint(self.path / f"ckpt_{state['step']}.pt", state)
+        write_checkpoint(self.path / "ckpt.pt", state)
 
 
 def broken(bad, scaler):
@@ -109,7 +104,7 @@ def broken(bad, scaler):
 def catch_signals():
     """-> a dictionary whose `number` is set once SIGINT, SIGTERM or SIGHUP (a closed terminal)
     arrives, so that a run can save and stop after its step; a second SIGINT or SIGTERM exits at
-    once. Signals that are ignored (nohup) stay ignored. Only the main thread can do this."""
+    once. Signals that are ignored (nohup) stay ignored."""
     received, previous = {"number": None}, {}
 
     def handler(number, frame):
@@ -117,11 +112,10 @@ def catch_signals():
             os._exit(128 + number)
         received["number"] = number
 
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, handler)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:
+            previous[number] = signal.signal(number, handler)
     try:
         yield received
     finally:

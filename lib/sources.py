@@ -88,7 +88,7 @@ def docs_source():
 def docs_documents():
     """-> {text: library}: about 12 MB of English from the docstrings of the installed packages.
     The files are parsed, never imported."""
-    library_of, skipped = {}, []
+    library_of = {}
     for library, folder in docs_folders().items():
         for file in sorted(folder.rglob("*.py")):
             folders = file.relative_to(folder).parts[:-1]
@@ -97,13 +97,10 @@ def docs_documents():
             try:
                 tree = ast.parse(file.read_bytes())
             except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-                skipped.append(str(file))  # a dangling link, a template, a very deep expression
-                continue
+                continue  # a dangling link, a template, a very deep expression
             for text in docstrings(tree):
                 if len(text) >= 100:
                     library_of.setdefault(text, library)
-    if skipped:
-        print(f"docs: skipped {len(skipped)} files that cannot be parsed, such as {skipped[0]}")
     from pydoc_data.topics import topics  # Python's language reference
 
     for text in topics.values():
@@ -141,20 +138,14 @@ def docstrings(tree):
 
 
 def list_files(pattern):
-    """A file name or a glob pattern -> sorted list of the files that it matches, without
-    duplicates, hidden files and empty files."""
-    names = [pattern]  # a file's or a folder's own name may contain brackets
-    if not os.path.isfile(pattern):
-        folder = next((path for path in Path(pattern).parents if path.is_dir()), Path())
-        rest = str(Path(pattern).relative_to(folder))
-        names = [str(folder / name) for name in glob.glob(rest, root_dir=folder, recursive=True)]
-    names = [name for name in names if os.path.isfile(name) and os.path.getsize(name)]
-    return sorted({os.path.realpath(name): name for name in names}.values())
+    """A file name or a glob pattern -> sorted list of the files that it matches, without hidden and
+    empty files."""
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    return sorted({name for name in names if os.path.isfile(name) and os.path.getsize(name)})
 
 
 def files_source(files, text_column):
-    """Local files -> Source, identified by their paths, sizes and times. (If one is replaced by a
-    file of the same size and modification time, its ctime is another.)"""
+    """Local files -> Source, identified by their paths, sizes and times."""
     stats, parts = [], []
     for file in files:
         stat = os.stat(file)
@@ -216,29 +207,21 @@ def text_rows(lines):
 
 def json_rows(lines):
     """One row per line, or one list of rows."""
-    for number, line in enumerate(lines, 1):
-        if number == 1 and line.lstrip().startswith("["):
+    for number, line in enumerate(lines):
+        if number == 0 and line.lstrip().startswith("["):
             yield from json.loads(line + "".join(lines))
         elif line.strip():
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from None
-            yield row
+            yield json.loads(line)
 
 
 def csv_rows(lines):
     """Rows of a CSV file with a header. The parser is strict, because a lenient one lets a stray
     quote swallow the rows after it."""
     csv.field_size_limit(2**31 - 1)  # a document may be longer than the default of 131,072
-    rows = csv.DictReader(lines, strict=True)
-    try:
-        for row in rows:
-            if None in row or None in row.values():
-                raise csv.Error(f"not {len(rows.fieldnames)} columns")
-            yield row
-    except csv.Error as error:
-        raise ValueError(f"near line {rows.line_num}: {error} (is a quote missing?)") from None
+    for row in csv.DictReader(lines, strict=True):
+        if None in row:
+            raise ValueError("a row has more columns than the header")
+        yield row
 
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -255,11 +238,14 @@ READERS = {
 def readable(rows, name):
     """Pass rows on. If a parser, a decompressor or the hub raises one of its many kinds of errors,
     raise a UserError that begins with `name`."""
+    n = 0
     try:
-        yield from rows
+        for row in rows:
+            yield row
+            n += 1
     except Exception as error:
         reason = str(error) or type(error).__name__
-        raise UserError(f"{name} cannot be read: {reason}") from None
+        raise UserError(f"{name} cannot be read after row {n}: {reason}") from None
 
 
 def column(rows, name, where):

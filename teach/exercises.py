@@ -149,7 +149,7 @@ EXERCISES = {
         "(B, L, 1 + K) are indices into the flattened batch, the positive first; candidates get no "
         "gradient. Softmax over cosines / self.cfg.tc_temperature; mean over the anchors, "
         "batch['tc_weight'] (B, L).",
-        "tc_equals or tc_of_a_constant",
+        "tc_equals",
     ),
     "copy": Exercise(
         40,

@@ -11,7 +11,7 @@ import torch
 import model as model_module
 from lib import baselines
 from model import Positions
-from test_all import ALL_PE, SEP, VOCAB, close, corrupted, pretraining, sequences, tiny
+from test_all import SEP, VOCAB, close, corrupted, pretraining, sequences, slow, tiny
 
 
 def test_baselines_of_a_sum():
@@ -55,8 +55,24 @@ def test_no_state_is_left_on_positions():
         close(encoder(tokens, pos), encoder(tokens))
 
 
+@pytest.mark.parametrize("pe", "sin rsin rope alibi t5".split())
+def test_positions_are_exact_in_16_bits(pe):
+    """A model cast to 16 bits, or made while they are the default, keeps its frequencies, slopes
+    and buckets: up to position 512 every positional term is right to 16 bits."""
+    shape, pos, results = dict(n_layer=1, d_model=96, n_head=6, max_len=512), torch.arange(512), []
+    exact, rounded = tiny(pe, **shape).float(), tiny(pe, **shape).float().bfloat16()
+    q, k = torch.randn(2, 1, 6, 512, 16, dtype=torch.bfloat16)
+    for encoder, x in ((exact, (q.float(), k.float())), (rounded, (q, k))):
+        scheme, at = encoder.scheme, Positions(pos)
+        terms = [scheme.embed(at), scheme.bias(at), *scheme.terms(*x, at, 0, None)]
+        results.append([term.float() for term in terms if term is not None])
+    for a, b in zip(*results):
+        assert ((a - b).abs() <= 0.03 * (1 + a.abs())).all()
+    assert rounded(sequences()).dtype == torch.bfloat16
+
+
 COMPILED = [("tupe_r", "mlm+pplm"), ("rel", "taco"), ("alibi", "pmlm")]
-COMPILED += [pytest.param(pe, "mlm+pplm", marks=pytest.mark.slow) for pe in ALL_PE if "+" not in pe]
+COMPILED += [slow(pe, "mlm+pplm") for pe in ("deberta", "lsin+rlsin", "rope", "tupe_a_free")]
 
 
 @pytest.mark.parametrize("pe, objective", COMPILED)

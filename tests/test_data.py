@@ -20,16 +20,15 @@ from tests.conftest import WORDS, one_line, refuses, write_corpus
 
 
 def test_file_formats_give_the_same_documents(tmp_path):
-    """All formats and compressions give the same texts, also in a folder with brackets in its name.
-    Of a Parquet file, no other column is read."""
+    """All formats and compressions give the same texts. Of a Parquet file, no other column is
+    read."""
     texts = ["one fox\nand a line", 'two, "dogs"', "three\nowls ☃", "long " * 50_000 + "end"]
     frame = pandas.DataFrame({"text": texts, "n": range(4)})
-    folder = tmp_path / "data [v2]"
-    folder.mkdir()
+    folder = tmp_path
     for i, encoding in enumerate(("utf-8", "utf-8-sig")):
         blank = "\n\n\n" + "\n \n".join(texts[:3])
         (folder / f"a{i}.txt").write_text(blank, encoding=encoding, newline="\r\n")
-        frame.to_csv(folder / f"b{i}[1].csv", index=False, encoding=encoding)
+        frame.to_csv(folder / f"b{i}.csv", index=False, encoding=encoding)
     for name in ("c.jsonl", "d.JSONL.gz", "e.jsonl.xz", "f.jsonl.bz2"):
         frame.to_json(folder / name, orient="records", lines=True)
     frame.to_json(folder / "g.json", orient="records", indent=1)
@@ -51,17 +50,12 @@ MISTAKES = [  # a file, its content, and a part of the line that says what is wr
     ("a.docx", b"PK", "unknown kind of file"),
     ("one.jsonl", b'{"text": "a"}\n', "1 documents with text in them; at least 2"),
     ("body.jsonl", b'{"body": "a"}\n{"body": "b"}\n', "no column 'text', only body"),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "cannot be read: line 2: "),
-    ("cut.txt.gz", gzip.compress(random.Random(0).randbytes(9999))[:5000], "cannot be read: "),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "cannot be read after row 1: "),
+    ("cut.txt.gz", gzip.compress(random.Random(0).randbytes(9999))[:5000], "after row 0: "),
     # A lenient parser would let the stray quote swallow the rows up to the next one.
-    (
-        "a.csv",
-        b"n,text\n" + ROWS + b'"Odd,text\n' + ROWS + b'a,"b, c"\n',
-        "cannot be read: near line 6: ",
-    ),
-    ("columns.csv", b"n,text\n" + ROWS + b"a,b,c\n" + ROWS, "near line 7: not 2 columns"),
-    ("comma.csv", b"text\n" + b"one, two\n" * 5, "near line 2: not 1 columns"),
-    ("a.parquet", b"PAR1" + bytes(99), "cannot be read: "),
+    ("a.csv", b"n,text\n" + ROWS + b'"Odd,text\n' + ROWS + b'a,"b, c"\n', "after row 5: "),
+    ("comma.csv", b"text\n" + b"one, two\n" * 5, "more columns than the header"),
+    ("a.parquet", b"PAR1" + bytes(99), "cannot be read after row 0: "),
     ("latin1.txt", "caf\xe9, na\xefve\n".encode("latin-1") * 50, "can't decode byte 0xe9"),
 ]
 
@@ -99,10 +93,9 @@ def test_local_files(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("a/z.txt", "a/b/y.txt", "a/._z.txt", "a/b/.y.txt", "a/e.txt"):
         (tmp_path / name).write_text("" if name == "a/e.txt" else "text")
-    (tmp_path / "a" / "link.txt").symlink_to("z.txt")
-    files, names = [str(tmp_path / "a/b/y.txt"), str(tmp_path / "a/z.txt")], []
+    files, names = ["a/b/y.txt", "a/z.txt"], []
     monkeypatch.chdir(tmp_path)
-    assert [os.path.realpath(file) for file in sources.list_files("a/**/**.txt")] == files
+    assert sources.list_files("a/**/**.txt") == files
     for content in ("text", "taxt", "text", "tex"):
         time = os.stat(files[0]).st_mtime_ns
         (tmp_path / "new").write_text(content)
@@ -112,10 +105,10 @@ def test_local_files(tmp_path, monkeypatch):
     assert names[::2] == names[1::2] and len({*names}) == 4
 
 
-def test_docs_corpus(tmp_path, monkeypatch, said):
+def test_docs_corpus(tmp_path, monkeypatch):
     """The docs corpus takes docstrings from the syntax tree, without tests, short texts and
     duplicates, and its rows are kept for finetune, with the same documents for validation. What
-    cannot be parsed is counted."""
+    cannot be parsed is skipped."""
     texts = [f"{i}: " + 10 * "a longer text. " + "End." for i in range(14)]
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "a.py").write_text(f'"""{texts[13]}"""')
@@ -128,7 +121,6 @@ def test_docs_corpus(tmp_path, monkeypatch, said):
     (tmp_path / "c.py").write_text("raise SystemExit\n" + "\n".join(functions + functions[:12]))
     monkeypatch.setattr(sources, "docs_folders", lambda: {"torch": tmp_path})
     corpus = data.prepare("docs", "bpe", tmp_path / "cache")
-    assert "skipped 4 files" in said()
     docs = json.loads((corpus.folder / "docs.json").read_text())
     assert [text for library, text in docs["rows"] if library == "torch"] == texts[:13]
     assert documents_in(corpus, "val") == [text for _, text in docs["rows"]][1 :: docs["every"]]
@@ -144,41 +136,17 @@ def test_hub_data_sets_stream(tmp_path):
 
 def test_bpe_is_bounded_for_any_text(monkeypatch, said):
     """If words are too many, as in text without spaces, the BPE is trained on the most frequent
-    ones, with their counts, and a line says so."""
+    ones, and a line says so. Words that are too long, such as DNA, are left out."""
     rng, counted = random.Random(0), {}
     monkeypatch.setattr(bpe, "train_bpe", lambda words, n_ids: counted.update(words) or [])
     text = " ".join(rng.choices(WORDS, k=2000))
     exact = Counter(word.encode() for word in bpe.regex.findall(bpe.GPT2_PATTERN, text))
-    for name, value in {"BPE_WORDS": 40, "BPE_BYTES": 1000}.items():
-        monkeypatch.setattr(bpe, name, value)
+    monkeypatch.setattr(bpe, "BPE_BYTES", 1000)
     odd = [f"{text} " + "".join(rng.choices("汉字文本很长没有空格", k=30)) for _ in range(50)]
-    bpe.bpe_state([Part(lambda: odd, 1)])
+    bpe.bpe_state([Part(lambda: ["ACGT" * 999, *odd], 1)])
     assert 900 < sum(map(len, counted)) <= 1000
-    assert all(abs(counted[word] - 50 * n) <= 50 for word, n in exact.items())
+    assert exact.keys() < counted.keys()
     assert f"trained on the {len(counted)} most frequent" in said()
-
-
-def test_long_words_get_merges():
-    """A word of any length is cut into pieces, not dropped, so that DNA gets tokens of its own."""
-    dna = "".join(random.Random(0).choices("ACGT", k=30_000))
-    words = [*bpe.cut_words(f"a word {dna} end")]
-    assert "".join(words) == f"a word {dna} end" and max(map(len, words)) == bpe.BPE_WORD
-    state = bpe.bpe_state([Part(lambda: [dna], 1)])
-    encoding = data.tiktoken.Encoding(**bpe.encoding_arguments(state))
-    assert len(encoding.encode_ordinary(dna)) < len(dna) / 4
-
-
-def test_texts_are_not_read_far_ahead(corpus):
-    """However short the texts are, few wait for the tokenizer."""
-    n_read = 0
-
-    def texts():
-        nonlocal n_read
-        for n_read in range(3000):  # noqa: B007
-            yield "a"
-
-    ahead = [n_read - i for i, _ in enumerate(data.encode(texts(), encoding_of(corpus)))]
-    assert len(ahead) == 3000 and max(ahead) <= 1000
 
 
 def test_long_documents_are_cut_without_loss():
@@ -229,7 +197,7 @@ def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, said):
 
 def test_data_as_a_program(tmp_path, monkeypatch, said):
     """The program prints a command that can be pasted: paths are quoted, and ~ is expanded. What is
-    prepared is not made again, a prepared folder needs no text, and a damaged one is refused."""
+    prepared is not made again, and a prepared folder needs no text."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my texts").mkdir()
     write_corpus(tmp_path / "my texts" / "t.jsonl", 20)
@@ -242,8 +210,6 @@ def test_data_as_a_program(tmp_path, monkeypatch, said):
     (folder,) = (tmp_path / "my cache").iterdir()
     assert documents_in(data.prepare(str(folder), "bpe", "nowhere"), "val") == ["t1"]
     refuses("prepared with --tokenizer bpe", data.prepare, str(folder), "gpt2", "")
-    os.truncate(folder / "train.bin", 10)
-    refuses("is damaged", data.prepare, str(folder), "bpe", "")
 
 
 def test_another_column_is_another_corpus(corpus_file, cache, corpus):

@@ -89,21 +89,16 @@ def test_official_files_and_the_hub(tmp_path, monkeypatch, name):
         assert rows == [(texts[0], 5)]
 
 
-def test_docs_and_scratch(corpus, tmp_path, monkeypatch):
+def test_docs(corpus, tmp_path, monkeypatch):
     """In the docs task, names of libraries are masked as whole words, and pre-training's validation
-    documents are scored. Without a run, scratch is the demo's shape with the docs' tokenizer."""
+    documents are scored."""
     rows = [["torch", "PyTorch's np.pad"], ["numpy", "See from_numpy"], ["python", "import this"]]
     (tmp_path / "docs.json").write_text(json.dumps({"rows": rows, "every": 50}))
     docs = dataclasses.replace(corpus, folder=tmp_path)
     monkeypatch.setattr(finetune, "prepare", lambda *args: docs)
-    monkeypatch.chdir(tmp_path)
     train, evaluations = finetune.read_docs("")
     assert train == [(("[MASK]'s [MASK].pad",), 1), (("import this",), 0)]
     assert evaluations == {"docs": [(("See from_numpy",), 2)]}
-    model = finetune.make_model(finetune.read_start("scratch"), "cola", 16)
-    assert model.encoder.config == EncoderConfig(
-        vocab_size=corpus.vocab_size, dropout=0.0, attn_dropout=0.0
-    )
 
 
 def test_texts_become_tokens(corpus):
@@ -211,22 +206,7 @@ def berts_answers(outputs, windows, n_best=20, longest=30):
     return sorted(found, reverse=True)
 
 
-def test_most_context_is_berts():
-    """With long windows, too, where the shorter last one may lose by its length."""
-    for n, room, stride in (
-        (560, 370, 128),
-        (900, 370, 128),
-        (700, 500, 170),
-        (20, 9, 4),
-        (0, 9, 4),
-    ):
-        firsts = range(0, max(1, n - room + stride), stride)
-        windows = [(first, min(room, n - first)) for first in firsts]
-        expected = [best_window(windows, position) for position in range(n)]
-        assert squad.most_context(firsts, room, n).tolist() == expected
-
-
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_squad_answers_are_berts(corpus, seed):
     """An answer may begin at a token only in the window where that token has most context, each
     text is listed once with its best score, and spaces alone are no answer."""
@@ -354,10 +334,9 @@ def test_learn_save_and_score_again(home, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [f"--dtype float16 {LEARN}", f"--compile {LEARN}"])
-def test_other_runs_learn(home, tmp_path, flags):
-    """A task is learned with fp16, and compiled with dropout for all lengths."""
-    rows = run_finetune(tmp_path, f"cola {flags}")
+def test_a_compiled_model_learns(home, tmp_path):
+    """A task is learned when compiled, with dropout, for all lengths."""
+    rows = run_finetune(tmp_path, f"cola --compile {LEARN}")
     assert rows and all(row["metrics"]["accuracy"] > 0.9 for row in rows)
 
 
@@ -370,19 +349,11 @@ def test_bag_of_words(home, tmp_path):
 
 
 def test_the_work_is_saved_before_it_is_printed(home, tmp_path, monkeypatch):
-    """A row and the model are there when their scores are printed, and a torn line of results.jsonl
-    costs no other line."""
-    for _ in range(3):
-        with monkeypatch.context() as patch:
-            patch.setattr(finetune, "print_scores", lambda rows: exit(9))
-            assert exit_code(run_finetune, tmp_path, "cola", QUICK) == 9
-        assert (tmp_path / "finetuned-cola.pt").exists()
-        (tmp_path / "finetuned-cola.pt").unlink()
-        file = tmp_path / "results.jsonl"
-        if not (tmp_path / "torn").exists():
-            file.write_bytes(file.read_bytes()[:-40])
-            (tmp_path / "torn").touch()
-    assert len(read_jsonl(file)) == 2
+    """A row and the model are there when their scores are printed."""
+    monkeypatch.setattr(finetune, "print_scores", lambda rows: exit(9))
+    assert exit_code(run_finetune, tmp_path, "cola", QUICK) == 9
+    assert (tmp_path / "finetuned-cola.pt").exists()
+    assert len(read_jsonl(tmp_path / "results.jsonl")) == 1
 
 
 class NoFloat64(TorchDispatchMode):
@@ -460,9 +431,9 @@ def test_squad_run(home, tmp_path, capsys):
     assert list(json.loads((tmp_path / "squad_v2.json").read_text())) == ["0"]
 
 
-def test_a_start_is_never_overwritten(home, tmp_path, capsys, monkeypatch):
+def test_a_start_is_never_overwritten(home, tmp_path, capsys):
     """A run may be repeated, but not twice at once, nor from the model that it would replace. A
-    model of one task is no model of another. With torchrun every process would do the same."""
+    model of one task is no model of another."""
     file, link = tmp_path / "finetuned-cola.pt", tmp_path / "link.pt"
     link.symlink_to(file)
     for _ in range(2):
@@ -472,8 +443,6 @@ def test_a_start_is_never_overwritten(home, tmp_path, capsys, monkeypatch):
         assert "another process" in one_line(capsys, run_finetune, tmp_path, "cola")
     flags = f"--task stsb --ckpt {file}"
     assert "fine-tuned on cola, not on stsb" in one_line(capsys, run_predict, tmp_path, flags)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "not torchrun" in one_line(capsys, run_finetune, tmp_path, "cola")
 
 
 def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, capsys):
@@ -495,13 +464,11 @@ MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
     ("cola --dropout 1", None, "--dropout: 1 is not in [0, 1)"),
     ("rte", None, "train.tsv does not exist"),
-    ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2: label 'maybe'"),
-    ("rte", "sentence1\tlabel\na\tentailment\n", "no column sentence2"),
-    ("rte", HEADER + "a\tb\tentailment\nbroken\nrow\tb\tentailment", "line 3: not 3 columns"),
+    ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2 is not in RTE's format ('maybe')"),
+    ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),
     ("rte", HEADER, "train.tsv has no rows"),
     ("rte", HEADER + "\xff\tb\tentailment", "can't decode byte 0xff"),
-    ("stsb", official_file("stsb", [("ab", "nan")]), "line 2: score 'nan'"),
-    ("stsb", official_file("stsb", [("ab", "5.1")]), "line 2: score '5.1'"),
+    ("stsb", official_file("stsb", [("ab", "high")]), "could not convert string to float"),
     ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
     ("squad", squad_json([("7", "q", "a b", [("b", 1)])]), "question 7: "),
     ("squad", squad_json([("7", "q", "a b", None)]), "questions without answers"),

@@ -1,31 +1,23 @@
 """Training under bad conditions: kills, signals, full disks, damaged files, several processes,
-failures in a notebook, overflows, wrong input."""
+overflows, wrong input."""
 
-import errno
 import itertools
 import json
 import math
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
-import lib.run
 import train
-from lib.files import append_jsonl, lock, read_jsonl
-from model import PE_NAMES
+from lib.files import lock
 from objectives import Pretraining
 from tests.conftest import ROOT, exit_code, log_of, one_line, refuses, train_flags, weights
 from tools.sample import load_pretraining
@@ -61,17 +53,6 @@ def test_stopped_at_any_moment(corpus_file, cache, tmp_path, run):
     assert_same(uninterrupted, run("cut", f"{flags} --resume"))
 
 
-def test_a_kept_checkpoint_is_written_first(run, tmp_path, monkeypatch):
-    """A process that dies between the two files of a save leaves the kept one: a resumed run does
-    not repeat its step."""
-    monkeypatch.setattr(lib.run, "hardlink", lambda *files: sys.exit("killed"))
-    with pytest.raises(SystemExit, match="killed"):
-        run("cut", "--steps 2 --keep_every 1")
-    monkeypatch.undo()
-    run("cut", "--steps 2 --keep_every 1 --resume")
-    assert [weights(tmp_path / "cut", f"ckpt_{n}.pt")["step"] for n in (1, 2)] == [1, 2]
-
-
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_full_disk(run, tmp_path, capsys):
     """A full disk is one line; the last checkpoint stays readable, and the run can be resumed."""
@@ -86,7 +67,7 @@ def test_a_full_disk(run, tmp_path, capsys):
 
 def test_damaged_and_busy_folders(run, capsys):
     """A checkpoint that cannot be read or is something else is one line, for every use of it; so is
-    a folder in which another run trains. A damaged log does not stop a run from being resumed."""
+    a folder in which another run trains."""
     folder = run("run", "--steps 3")
     good, file = (folder / "ckpt.pt").read_bytes(), folder / "ckpt.pt"
     for content in (good[: len(good) // 2], b"", b"not a checkpoint", None):
@@ -97,48 +78,9 @@ def test_damaged_and_busy_folders(run, capsys):
         for name, flags in (("run", "--resume"), ("new", f"--init_from {folder}")):
             assert "ckpt.pt is not a" in one_line(capsys, run, name, f"--steps 3 {flags}")
     file.write_bytes(good)
-    (folder / "log.jsonl").write_bytes(b"\xff\xfe\n7\n[]\n")
     with lock(folder):
         error = one_line(capsys, run, "run", "--steps 3 --resume")
     assert "another process is training in" in error
-    run("run", "--steps 3 --resume")
-
-
-NOTEBOOK = """
-import os, signal, train
-from tools import probe
-get_lr, forward = train.get_lr, train.Pretraining.forward
-handler, interrupt = signal.getsignal(signal.SIGINT), lambda: os.kill(os.getpid(), signal.SIGINT)
-train.get_lr = lambda step, args: step == 3 and interrupt() or get_lr(step, args)
-train.main(FLAGS)
-----
-train.Pretraining.forward = lambda *args: (forward(*args)[0] * float("inf"), {})
-train.main([*FLAGS, "--resume"])
-----
-train.get_lr, train.Pretraining.forward = get_lr, forward
-train.main([*FLAGS, "--resume"])
-probe.main(["--ckpt", FOLDER, "--device", "cpu"])
-assert signal.getsignal(signal.SIGINT) is handler
-"""
-
-
-@pytest.mark.slow
-def test_in_a_notebook(corpus_file, cache, tmp_path):
-    """In a Jupyter kernel, whose shell keeps the traceback of the last error, a run that was
-    interrupted, and then failed, is resumed and probed."""
-    flags = shlex.split("--steps 8 --eval_every 4 --log_every 1")
-    flags = train_flags(corpus_file, cache, tmp_path / "run", *flags)
-    text = NOTEBOOK.replace("FLAGS", repr(flags)).replace("FOLDER", repr(str(tmp_path / "run")))
-    cells = [nbformat.v4.new_code_cell(cell) for cell in text.split("----")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    where = {"metadata": {"path": str(ROOT)}}
-    NotebookClient(notebook, timeout=600, allow_errors=True, resources=where).execute()
-    outputs = [cell.outputs for cell in notebook.cells]
-    errors = [[o.evalue for o in cell if o.output_type == "error"] for cell in outputs]
-    printed = ["".join(o.get("text", "") for o in cell) for cell in outputs]
-    assert errors == [["130"], ["1"], []], printed
-    assert "stopped at step 4" in printed[0] and "not finite by step 5" in printed[1]
-    assert "resumed at step 4" in printed[2] and (tmp_path / "run" / "probe").is_dir()
 
 
 def test_a_gradient_that_is_not_finite(run, tmp_path, monkeypatch, capsys):
@@ -151,52 +93,28 @@ def test_a_gradient_that_is_not_finite(run, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "run" / "ckpt.pt").exists()
 
 
-def overflowing(monkeypatch, overflows, first=0):
-    """Make the loss of these micro-batches infinite, counted from `first`."""
-    forward, count = Pretraining.forward, itertools.count(first)
-
-    def patched(self, batch):
-        loss, scalars = forward(self, batch)
-        return loss * (math.inf if self.training and next(count) in overflows else 1), scalars
-
-    monkeypatch.setattr(Pretraining, "forward", patched)
-
-
 @pytest.mark.parametrize("log_every", [1, 40])
-@pytest.mark.parametrize("n_skipped", [10, 16, 99])
+@pytest.mark.parametrize("n_skipped", [16, 99])
 def test_fp16_ends_by_its_scale(run, monkeypatch, capsys, n_skipped, log_every):
     """In fp16, a run ends if its scale falls below 1, from 65,536 after 17 skipped steps, however
     often it is logged."""
-    overflowing(monkeypatch, range(2, 2 + n_skipped))
+    forward, count = Pretraining.forward, itertools.count()
+
+    def overflowing(self, batch):
+        loss, scalars = forward(self, batch)
+        skipped = self.training and 2 <= next(count) < 2 + n_skipped
+        return loss * (math.inf if skipped else 1), scalars
+
+    monkeypatch.setattr(Pretraining, "forward", overflowing)
     flags = f"--steps 40 --log_every {log_every} --dtype float16"
     code = exit_code(run, "run", flags)
     assert code == (None if n_skipped <= 16 else 1), capsys.readouterr()
 
 
-def test_fp16_overflows(run, tmp_path, monkeypatch, capsys):
-    """A step that overflows changes no weight and halves the scale. A run resumed among such steps
-    is bit-equal."""
-    flags, overflows = "--steps 30 --keep_every 1 --grad_accum 2 --dtype float16", {2, 7, 8, 16}
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    with monkeypatch.context() as patch:
-        overflowing(patch, overflows | {*range(20, 60)})
-        assert "not finite by step 23" in one_line(capsys, run, "whole", flags, code=1)
-    cut.mkdir()
-    os.link(whole / "ckpt_4.pt", cut / "ckpt.pt")
-    overflowing(monkeypatch, overflows | {*range(20, 60)}, first=8)
-    one_line(capsys, run, "cut", f"{flags} --resume", code=1)
-    states = [weights(whole, f"ckpt_{step}.pt") for step in range(1, 23)]
-    for step, (a, b) in enumerate(zip(states, states[1:]), 1):
-        skipped = all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
-        assert skipped == (step in {1, 3, 4, 8, *range(10, 22)})
-        assert b["scaler"]["scale"] == a["scaler"]["scale"] / (2 if skipped else 1)
-    assert_same(whole, cut)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("pe", PE_NAMES)
+@pytest.mark.parametrize("pe", ["abs+t5", "deberta", "lsin+rel", "rope", "tupe_r"])
 def test_fp16_agrees_with_float32(run, pe):
-    """Every scheme trains in fp16, with accumulation, as it does in float32."""
+    """Schemes of every kind train in fp16, with accumulation, as it does in float32."""
     flags = f"--pe {pe} --objective mlm+pplm --steps 5 --log_every 1 --grad_accum 2 --dtype"
     a, b = (log_of(run(dtype, f"{flags} {dtype}")) for dtype in ("float32", "float16"))
     for x, y in zip(a[1:], b[1:], strict=True):
@@ -255,6 +173,7 @@ def test_resume_refuses_another_text(run, tmp_path, capsys):
     assert "the text was" in error
 
 
+@pytest.mark.slow
 def test_an_output_that_is_gone_does_not_end_a_run(corpus_file, cache, tmp_path):
     """A closed pipe for standard output or error loses what is printed, and nothing else."""
     flags = train_flags(corpus_file, cache, tmp_path / "run", "--steps", 60, "--log_every", 1)
@@ -270,7 +189,7 @@ def test_an_output_that_is_gone_does_not_end_a_run(corpus_file, cache, tmp_path)
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
 def test_signals(run, tmp_path, monkeypatch, capsys, name):
     """SIGHUP (a closed terminal), SIGTERM and Ctrl-C save and stop; where they are ignored (nohup),
-    they stay ignored; outside the main thread nothing is installed."""
+    they stay ignored. Afterwards, as a notebook needs, everything is as before."""
     number, get_lr = getattr(signal, name), train.get_lr
 
     def kill_at_step_3(step, args):
@@ -283,61 +202,15 @@ def test_signals(run, tmp_path, monkeypatch, capsys, name):
     try:
         assert exit_code(run, "run", "--steps 9") == 128 + number
         assert weights(tmp_path / "run")["step"] == 4
+        assert signal.getsignal(number) == signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN)
         assert exit_code(run, "ignored", "--steps 5") is None
-        thread = threading.Thread(target=run, args=("thread", "--steps 5"))
-        thread.start()
-        thread.join()
     finally:
         signal.signal(number, before)
-    assert weights(tmp_path / "thread")["step"] == weights(tmp_path / "ignored")["step"] == 5
+    assert weights(tmp_path / "ignored")["step"] == 5
 
 
-def test_a_file_system_without_fsync(run, monkeypatch, capsys):
-    """One line says so, and the run continues."""
-
-    def no_fsync(descriptor):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", no_fsync)
-    folder = run("run", "--steps 3")
-    assert weights(folder)["step"] == 3 and "cannot sync files" in capsys.readouterr().out
-
-
-def test_a_torn_line_is_the_only_one_lost(run, tmp_path, capsys):
-    """A line that a crash has cut short does not swallow the next one, and skipping it is said."""
-    file = tmp_path / "rows.jsonl"
-    for i in range(3):
-        append_jsonl(file, {"i": i})
-        if i == 0:
-            os.truncate(file, 4)
-    assert read_jsonl(file) == [{"i": 1}, {"i": 2}]
-    assert "skipped 1 damaged line" in capsys.readouterr().out
-
-
-def test_a_checkpoint_that_is_a_link(run, tmp_path):
-    """A checkpoint that is a symbolic link is written through."""
-    folder = run("run", "--steps 3 --keep_every 2")
-    elsewhere = tmp_path / "elsewhere.pt"
-    os.replace(folder / "ckpt.pt", elsewhere)
-    (folder / "ckpt.pt").symlink_to(elsewhere)
-    for flags in ("", "--keep_every 1"):
-        torch.save(torch.load(elsewhere) | {"step": 2}, elsewhere)
-        run("run", f"--steps 3 --resume {flags}")
-        assert (folder / "ckpt.pt").is_symlink() and weights(folder)["step"] == 3
-
-
-def test_packages_of_the_same_names(tmp_path):
-    """An installed package called lib, tools, teach or results does not hide ours."""
-    names = ("lib", "tools", "teach", "results")
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    code = "import lib.config, tools.page, teach.naive, results.show"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
-
-
+@pytest.mark.slow
 def test_programs_start_without_fcntl_and_resource():
     """On Windows there is neither; every program can be imported there."""
     programs = "data finetune train tools.sample tools.probe tools.page tools.bench tools.hf"
@@ -351,11 +224,10 @@ def test_programs_start_without_fcntl_and_resource():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("pe, objective", [("tupe_r", "mlm+pplm"), ("rel", "clm")])
-def test_compiled_training_with_dropout(run, pe, objective):
+def test_compiled_training_with_dropout(run):
     """Compiled training with dropout learns as eager training does, and the same seed gives the
     same losses again."""
-    flags = f"--pe {pe} --objective {objective} --dropout .1 --steps 40 --lr 0.01 --log_every 1"
+    flags = "--pe tupe_r --objective mlm+pplm --dropout .1 --steps 40 --lr 0.01 --log_every 1"
     logs = []
     for name, compile in (("eager", "--no-compile"), ("once", "--compile"), ("twice", "--compile")):
         torch._dynamo.reset()
@@ -368,24 +240,10 @@ def test_compiled_training_with_dropout(run, pe, objective):
     assert compiled[-1] < compiled[0] - 1
 
 
-def test_home_folders_and_spaces(corpus_file, tmp_path, monkeypatch, capsys):
-    """Path flags expand ~, and the commands that are printed can be pasted."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.jsonl").write_bytes(Path(corpus_file).read_bytes())
-    train.main([*train_flags("~/text.jsonl", "~/c", "~/a b"), "--steps", "1"])
-    starts = ["--init_from=~/a b", "--init_embeddings", "~/a b"]
-    train.main([*train_flags("~/text.jsonl", "~/c", "~/b"), "--steps", "1", *starts])
-    assert {"text.jsonl", "c", "a b", "b"} == {file.name for file in tmp_path.iterdir()}
-    folder = re.search(r"--ckpt (.*?) +\(try", capsys.readouterr().out)[1]
-    assert shlex.split(folder) == [str(tmp_path / "a b")]
-
-
 # Flags, and a part of the one line that says what is wrong.
 EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--pe foo": "tupe_r",
     "--pe rope+tupe_r": "tupe_r cannot be part of a sum",
-    "--pe bert_r+t5": "t5 repeats a part of the sum",
     "--pe rope --d_model 10": "--pe rope needs an even d_head",
     "--pe rope --objective pmlm": "rope",
     "--n_head 3": "d_model 16 is not a multiple of n_head 3",
@@ -395,15 +253,12 @@ EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--objective tc --batch_size 1": "--batch_size 2",
     "--objective tc --tc_on masked": "--tc_on masked needs mlm",
     "--objective tc --tc_window 4": "must be odd",
-    "--objective tc --tc_window 1": "argument --tc_window: 1 is not in [3, 1e5]",
     "--norm around": "norm is 'around'; choose from post, pre",
     "--objective pplm --pair_layer first": "choose from extra, last",
     "--seed -1": "argument --seed: -1 is not in [0, 9e18]",
-    "--n_layer 2.5": "argument --n_layer: invalid int value: '2.5'",
     "--objective taco --loss_weights 1": "mlm+tc needs 2 numbers",
     "--mask_rate .01": "selects fewer than 1",
     "--objective pplm --pos_rate .05": "selects fewer than 2",
-    "--pos_rate .3": "--pos_rate has no effect on --objective mlm",
     "--lr nan": "argument --lr: nan is not in (0, 1e9)",
     "--dropout 1": "argument --dropout: 1 is not in [0, 1)",
     "--step 3": "unrecognized arguments: --step",
