@@ -168,7 +168,7 @@ def test_the_actions(make_run, tmp_path):
         click("#restore");
         seen.push([...sentence.order].sort(), $("result").textContent.length > 0);
         click("#positions-only");
-        seen.push(runs.map((run) => grid(run).at(3, 31) > 0), all("#maps canvas").length);
+        seen.push(runs.map((run) => grid(run).at(3, 9) > 0), all("#maps canvas").length);
         $("map").dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown" }));
         return [...seen, $("cell").textContent];"""
     first, elements, second, verdict, p, q, meaning, overlap, *rest = in_browser(

@@ -33,9 +33,10 @@ class Browser:
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         # It reads commands from file descriptor 3 and writes answers to 4, each ended by a 0 byte.
         (read, self.out), (self.input, write) = os.pipe(), os.pipe()
+        # (bash, as other shells have no descriptors above 9.)
         command = f'exec "$0" {FLAGS} --user-data-dir="$1" 3<&{read} 4>&{write}'
         self.process = subprocess.Popen(
-            ["sh", "-c", command, program, self.folder.name],
+            ["bash", "-c", command, program, self.folder.name],
             pass_fds=(read, write),
             stderr=subprocess.DEVNULL,
         )
