@@ -1,22 +1,27 @@
 """Make one HTML file that runs trained models in a browser, without a server or a network.
 
-    python -m tools.page RUN RUN out/page.html  # run folders or checkpoint files, side by side
+    python -m tools.page RUN RUN out/page.html  # run folders or checkpoint files
     python -m tools.page out/page.html          # the newest run under out/
     python -m tools.page RUN out/small.pt       # writes a 16-bit checkpoint to share instead
 
-The page restores the order of a shuffled sentence, predicts masked tokens and draws attention. The
-models run in the page itself: its source, tools/page.html, has the encoder, its heads and the
-tokenizer in plain JavaScript. This program fills in the data:
+The page has a switch between the models. It predicts a masked word in two orders of a sentence,
+restores the order of a shuffled sentence (a run of pplm), and draws attention. The models run in
+the page itself: its source, tools/page.html, has the encoder, its heads and the tokenizer in plain
+JavaScript. This program fills in the data:
 
-    weights   named as in the checkpoint, in 16 bits
-    tables    what the scheme adds at each position, in 32 bits: to the input (L, C), and to the
-              logits (H, L, L). They come from the run itself, so every scheme that uses only the
-              hooks `embed` and `bias` works; rope is computed in the page
-    tokens    of the tokenizer, which all runs of a page share
+    weights     named as in the checkpoint: matrices in about 8 bits per weight (pack_rows), vectors
+                in 32 bits
+    tables      what the scheme adds at each position, in 32 bits. They come from the run itself,
+                so every scheme that uses only the hooks `embed` and `bias` works. rope is computed
+                in the page; vectors per offset (rel, deberta, ...) are tables of each layer
+    tokenizers  each once
 
 A 16-bit checkpoint has no optimizer state and is a sixth of the size of the run's. All
 programs that take --ckpt accept it (their results go to its folder unless --out_dir is given).
-docs/demo.html and docs/demo.pt come from the README's mlm+pplm run.
+docs/demo.pt comes from the README's mlm+pplm run, and docs/demo.html from it with
+
+    --restores "about half of the swaps in sentences like its training text, and leaves a third as
+    they are"                                # 82, 48 of 150; 20 of them became worse
 """
 
 import base64
@@ -25,23 +30,58 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
 
+import model as schemes
 from lib.config import Parser, UserError, one_line_errors
 from lib.files import atomic_write, newest_run, read_checkpoint, write_checkpoint
-from model import PE_NAMES, Component, Positions, Rotary, parse_pe
-from tools.sample import load_pretraining, position_objective
+from model import PE_NAMES, Component, Positions, parse_pe
+from tools.sample import load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
 MARK = '<script type="application/json" id="data">null</script>'
+LEVELS = 46  # the largest integer of a quantized weight: +-46 are 93 printable characters
+MAX_TOKENS = 64  # of a sentence in the page, with [CLS] and [SEP]
+TEXTS = {"docs": "the documentation of Python packages", "wikibooks": "Wikipedia and books"}
+
+# What the page says about a component: "the model ..."
+MEANINGS = {
+    "NoPositions": "gets no positions: a sentence is a bag of words",
+    "Absolute": "adds a learned vector for each position to the token's embedding",
+    "Sinusoidal": "adds sines and cosines of the position to the token's embedding",
+    "LearnedSinusoidal": "adds sines and cosines of the position, with learned frequencies",
+    "Relative": "adds a learned vector for each offset between two tokens to keys and values",
+    "RelativeKeys": "adds a learned vector for each offset between two tokens to the keys",
+    "RelativeSinusoidal": "adds sines and cosines of the offset to keys and values",
+    "LearnedRelativeSinusoidal": "adds sines and cosines of the offset to keys and values",
+    "T5Bias": "adds a learned number for each offset between two tokens to their attention",
+    "T5UntieCls": "adds a learned number for each offset between two tokens to their attention",
+    "BertAD": "adds learned vectors for each position to queries and keys",
+    "Tupe": "adds to the attention of two tokens a learned term of their two positions",
+    "TupeATieCls": "adds to the attention of two tokens a learned term of their two positions",
+    "TupeFree": "adds to the attention of two tokens a learned number for their two positions",
+    "TupeR": "adds learned terms of two tokens' positions, and of their offset, to their attention",
+    "TupeRTieCls": "adds learned terms of two tokens' positions, and of their offset, to attention",
+    "TupeRFactored": "adds learned terms of two tokens' positions, and of their offset",
+    "Deberta": "compares each token with learned vectors for its offsets to the others",
+    "Rotary": "rotates queries and keys by their position, so that attention depends on the offset",
+    "Alibi": "lowers the attention of two tokens in proportion to their distance",
+}
+# The page has JavaScript for the other hooks of these.
+COMPUTED = ("Rotary", "BertAD", "Relative", "RelativeKeys", "RelativeSinusoidal")
+COMPUTED += ("LearnedRelativeSinusoidal", "Deberta")
+
+
+# --------------------------------------------------------------------------------------------------
+# What the page can run
 
 
 def can_show(pe):
-    """Whether a scheme uses only the hooks `embed` and `bias`, or is rope."""
+    """Whether the page can compute a scheme: its components use only the hooks `embed` and `bias`,
+    or are known to it."""
     other_hooks = ("edit_qk", "scores", "values")
     return all(
-        component is Rotary
+        component.__name__ in COMPUTED
         or all(getattr(component, hook) is getattr(Component, hook) for hook in other_hooks)
         for component in parse_pe(pe)
     )
@@ -55,14 +95,44 @@ def check(path, model):
         raise UserError(f"{path}: a page cannot run --pe {pe}, only {names} and their sums")
     if model.causal:
         raise UserError(f"{path}: clm is causal, and a page runs bidirectional models only")
-    if (position := position_objective(model)) and position.cfg.pair_layer == "last":
+    if not {"mlm", "pplm", "pplm_some"} & set(model.names):
+        raise UserError(f"{path}: a page shows mlm and pplm, and this is {'+'.join(model.names)}")
+    if (position := pair_objective(model)) and position[1].pair_layer == "last":
         raise UserError(f"{path}: a page has no --pair_layer last")
 
 
-def to_base64(tensors, dtype):
-    """All tensors, concatenated -> text."""
-    numbers = [tensor.numpy().astype(dtype).ravel() for tensor in tensors]
-    return base64.b64encode(np.concatenate(numbers).tobytes()).decode()
+def pair_objective(model):
+    """-> the name and the ObjectiveConfig of pplm or pplm_some, or None."""
+    for name in ("pplm", "pplm_some"):
+        if name in model.names:
+            return name, model.objectives[name].cfg
+
+
+# --------------------------------------------------------------------------------------------------
+# The data of a run
+
+
+def floats(tensor):
+    """-> its numbers in 32 bits, as base64 text."""
+    return base64.b64encode(tensor.numpy().astype("<f4").tobytes()).decode()
+
+
+def quantize(matrix):
+    """(n, m) -> integers (n, m) from -LEVELS to LEVELS, and a scale for each row (n, 1): the matrix
+    is about scale * integers."""
+    scale = matrix.abs().amax(1, keepdim=True).clamp(min=1e-12) / LEVELS
+    return (matrix / scale).round(), scale
+
+
+def pack(weight):
+    """A weight -> JSON. A matrix has one printable character per weight: chr(80 + integer). This
+    changes the losses of docs/demo.pt by less than .001."""
+    shape = list(weight.shape)
+    if len(shape) != 2:
+        return {"shape": shape, "floats": floats(weight)}
+    integers, scale = quantize(weight)
+    text = (integers + 80).to(torch.uint8).numpy().tobytes().decode("ascii")
+    return {"shape": shape, "rows": text, "scales": floats(scale)}
 
 
 def weights_of(model):
@@ -78,48 +148,80 @@ def weights_of(model):
 
 
 def tables_of(encoder):
-    """-> what the scheme adds at positions 0 to L-1: {"embed": (L, C), "bias": (H, L, L)}, without
-    those that it does not have."""
-    pos = Positions(torch.arange(encoder.config.max_len))
+    """-> what the scheme adds at positions 0 to n - 1: embed (n, C), bias (H, n, n), and q and k
+    (n, C) of bert_ad, without those that it does not have."""
+    pos = Positions(torch.arange(min(encoder.config.max_len, MAX_TOKENS)))
     tables = {"embed": encoder.scheme.embed(pos), "bias": encoder.scheme.bias(pos)}
+    if bert_ad := encoder.scheme.parts["BertAD"] if "BertAD" in encoder.scheme.parts else None:
+        q, k = (x.transpose(1, 2).flatten(2) for x in bert_ad.positions(pos))  # (1, n, C) each
+        tables.update(q=q, k=k)
     return {name: table[0] for name, table in tables.items() if table is not None}
 
 
-def describe_run(model):
+def offset_vectors(encoder, layer):
+    """-> the vectors of a layer for the offsets 1 - n to n - 1, (H, 2n - 1, D) each: q_i . keys_r
+    and k_j . queries_-r are added to the scores of a pair, and A_ij values_r to the output."""
+    cfg, total = encoder.config, {}
+    H, D, n = cfg.n_head, cfg.d_head, min(cfg.max_len, MAX_TOKENS)
+    for part in encoder.scheme.parts.values():
+        vectors = {}
+        if isinstance(part, schemes.Relative):
+            vectors = dict.fromkeys(("keys", "values"), part.table.weight)
+        elif isinstance(part, schemes.RelativeSinusoidal):
+            vectors = dict.fromkeys(("keys", "values"), part.vectors())
+        elif isinstance(part, schemes.RelativeKeys):
+            vectors = {"keys": part.layers[layer].weight}
+        elif isinstance(part, schemes.Deberta):
+            both = part.layers[layer](part.table.weight)  # (R, 2C)
+            keys, queries = both.unflatten(-1, (2, H, D)).permute(1, 2, 0, 3)  # (H, R, D) each
+            vectors = {"keys": keys, "queries": queries}
+        for name, a in vectors.items():
+            a = a.expand(H, -1, D)[:, schemes.MAX_OFFSET + 1 - n : schemes.MAX_OFFSET + n]
+            total[name] = total.get(name, 0) + a
+    return total
+
+
+def describe_run(model, args):
     """-> everything the page needs to know about a run, for JSON."""
-    encoder, weights, position = model.encoder, weights_of(model), position_objective(model)
-    if position:
-        cfg, [name] = position.cfg, [n for n, x in model.objectives.items() if x is position]
-        position = {"name": name, "pos_rate": cfg.pos_rate, "pair_scores": cfg.pair_scores}
+    encoder, info, pair = model.encoder, model.run_info, pair_objective(model)
+    cfg, used = encoder.config, info["args"]
+    copies = info["identity"].get("--grad_accum times processes", 0)  # 0: imported from elsewhere
+    layers = range(cfg.n_layer + (pair is not None and pair[1].pair_scores == "total"))
+    parts = list(encoder.scheme.parts)
     return {
-        "dataset": model.run_info["data"]["dataset"],
+        "text": TEXTS.get(info["data"]["dataset"], args.text),
+        "n_tokens": info["step"] * copies * used.get("batch_size", 0) * cfg.max_len,
         "n_parameters": sum(weight.numel() for weight in model.parameters()),
         "objectives": model.names,
-        "position": position,
-        "components": list(encoder.scheme.parts),
-        "config": asdict(encoder.config),
+        "position": pair and {"name": pair[0], "pair_scores": pair[1].pair_scores},
+        "meaning": "; it ".join(MEANINGS.get(part, f"uses {part}") for part in parts),
+        "rotary": "Rotary" in parts,
+        "config": asdict(cfg),
         "scale": encoder.scheme.scale,
         "token_scale": encoder.scheme.token_scale,
-        "shapes": {name: list(weight.shape) for name, weight in weights.items()},
-        "weights": to_base64(weights.values(), "<f2"),
-        "tables": {name: to_base64([table], "<f4") for name, table in tables_of(encoder).items()},
+        "weights": {name: pack(weight) for name, weight in weights_of(model).items()},
+        "tables": {name: floats(table) for name, table in tables_of(encoder).items()},
+        "offsets": [
+            {name: floats(a) for name, a in offset_vectors(encoder, layer).items()}
+            for layer in layers
+        ],
     }
 
 
-def page_text(paths):
+def page_text(paths, args):
     """Paths of runs -> the HTML of their page. Raises UserError."""
-    runs, ranks = [], None
+    runs, tokenizers = [], []
     for path in paths:
         model = load_pretraining(path)
         check(path, model)
-        own_ranks = model.run_info["tokenizer"]["mergeable_ranks"]
-        if ranks not in (None, own_ranks):
-            raise UserError(f"{path} has another tokenizer than {paths[0]}")
-        ranks = own_ranks
-        runs.append(describe_run(model))
-    tokens = [token.decode("latin-1") for token in sorted(ranks, key=ranks.get)]
-    data = json.dumps({"runs": runs, "tokens": tokens})
-    data = data.replace("<", "\\u003c")  # "</script>" would end the data
+        ranks = model.run_info["tokenizer"]["mergeable_ranks"]
+        tokens = [token.decode("latin-1") for token in sorted(ranks, key=ranks.get)]
+        if tokens not in tokenizers:
+            tokenizers.append(tokens)
+        runs.append(describe_run(model, args) | {"tokenizer": tokenizers.index(tokens)})
+    page = {"runs": runs, "tokenizers": tokenizers, "restores": args.restores}
+    data = json.dumps(page | {"margin": args.margin})
+    data = data.replace("</", r"<\/").replace("<!", r"<\u0021")  # "</script>" ends the data
     return SOURCE.read_text(encoding="utf-8").replace(MARK, MARK.replace("null", data))
 
 
@@ -135,9 +237,20 @@ def half_checkpoint(path):
 def main(argv=None):
     with one_line_errors():
         parser = Parser("-m tools.page", __doc__)
-        parser.usage = "python -m tools.page [RUN ...] FILE.html | RUN FILE.pt"
+        parser.usage = "python -m tools.page [RUN ...] FILE.html [flags] | RUN FILE.pt"
         parser.add_argument("runs", nargs="*", metavar="RUN", type=os.path.expanduser)
         parser.add_argument("file", metavar="FILE", type=os.path.expanduser)
+        parser.add_argument(
+            "--text", default="your text", help="what runs on files were trained on"
+        )
+        parser.add_argument("--restores", help="how well order is restored: 'about 6 of 10 swaps'")
+        parser.add_argument(
+            "--margin",
+            type=float,
+            default=4.3,
+            help="leave a sentence as it is if the mean log-probability of the offsets that the "
+            "best other order changes is lower by more than this",
+        )
         args = parser.parse_args(argv)
         file, runs = Path(args.file), args.runs or [newest_run()]
         if file.suffix not in (".html", ".pt") or file.is_dir() or not file.parent.is_dir():
@@ -152,7 +265,7 @@ def main(argv=None):
                 raise UserError(f"{file}: a checkpoint is made from one RUN")
             write_checkpoint(file, half_checkpoint(runs[0]))
         else:
-            text = page_text(runs)
+            text = page_text(runs, args)
             with atomic_write(file) as handle:
                 handle.write(text.encode())
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB, from {', '.join(runs)}")
