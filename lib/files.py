@@ -41,17 +41,22 @@ def write_checkpoint(file, state):
 
 
 def append_jsonl(file, row):
-    with open(file, "a") as handle:
-        handle.write(json.dumps(row) + "\n")
+    """Append an object as a line of its own, even if a crash has cut the last line short."""
+    with open(file, "a+b") as handle:
+        handle.seek(max(0, handle.tell() - 1))
+        torn = handle.read() not in (b"", b"\n")
+        handle.write(b"\n" * torn + json.dumps(row).encode() + b"\n")
 
 
 def read_jsonl(file):
-    """-> the objects of a JSON-lines file, without a line that a crash has cut short."""
+    """-> the objects of a JSON-lines file. A line that a crash has cut short is left out."""
     rows = []
     if Path(file).exists():
         for line in Path(file).read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
+            try:
                 rows.append(json.loads(line))
+            except ValueError:
+                print(f"{file}: skipped a damaged line")
     return rows
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lib import device as devices
 from lib.config import UserError, one_line_errors
-from lib.files import atomic_write, newest_run, read_json, read_jsonl
+from lib.files import append_jsonl, atomic_write, newest_run, read_json, read_jsonl
 from tests.conftest import one_line, refuses
 
 
@@ -115,3 +115,14 @@ def test_compiling_is_tried(tmp_path):
     done = run_python(code, CXX="/no/g++", PATH="", TORCHINDUCTOR_CACHE_DIR=cache)
     reason, result = done.stdout.splitlines()
     assert result == "False" and "/no/g++" in reason and done.stderr == ""
+
+
+def test_a_line_that_a_crash_has_cut_short(tmp_path, capsys):
+    """It is left out, said, and does not damage the next one."""
+    file = tmp_path / "log.jsonl"
+    append_jsonl(file, {"step": 1})
+    with open(file, "a") as handle:
+        handle.write('{"step": 2, "lo')
+    append_jsonl(file, {"step": 3})
+    assert read_jsonl(file) == [{"step": 1}, {"step": 3}]
+    assert capsys.readouterr().out == f"{file}: skipped a damaged line\n"
