@@ -2,6 +2,7 @@
 
     python -m teach.exercises                          # list the exercises
     python -m teach.exercises tupe                     # copy the project, without that method
+    python -m teach.exercises --hint tupe              # a second hint; the first is in the copy
     python -m teach.exercises --grade exercises/tupe   # run the tests; exit code 0 if all pass
 
 The copy holds the core, teach/naive.py (the equations as loops over pairs of tokens) and the tests.
@@ -41,7 +42,9 @@ class Exercise(NamedTuple):
     file: str
     methods: list  # the methods to write
     source: str  # of the equation
-    task: str  # becomes the comment in the stub
+    task: str  # task and hint become the comment in the stub
+    hint: str
+    second_hint: str  # what --hint prints
     tests: str  # pytest's -k for the tests of test_all.py that grade it
 
 
@@ -51,126 +54,179 @@ EXERCISES = {
         "model.py",
         ["Block.attend"],
         "Vaswani 2017 eq 1",
-        "x (B, L, C) -> (B, L, C). self.heads(x) gives q, k, v (B, H, L, D). scheme.terms(q, k, "
-        "pos, self.layer, bias) gives q, k and what is added to scheme.scale * q_i . k_j, which "
-        "may be None. The softmax over j is A; apply F.dropout(A, self.attn_dropout, "
+        task="x (B, L, C) -> (B, L, C). self.heads(x) gives q, k, v (B, H, L, D). scheme.terms(q, "
+        "k, pos, self.layer, bias) gives q, k and what is added to scheme.scale * q_i . k_j, "
+        "which may be None. The softmax over j is A; apply F.dropout(A, self.attn_dropout, "
         "self.training). The output of a head is A v, plus scheme.values(A, pos, self.layer) if "
         "scheme.has_values. Concatenate the heads and apply self.out.",
-        "attention_equals_triple_loop and (none or abs or t5 or rope) or causal_and_pad",
+        hint="the logits of all pairs are one matrix product, q @ k.transpose(-1, -2).",
+        second_hint="j is the last dimension of the logits. A @ v is (B, H, L, D), and self.out "
+        "takes (B, L, C): transpose dimensions 1 and 2, then reshape.",
+        tests="attention_equals_triple_loop and (none or abs or t5 or rope) or causal_and_pad",
     ),
     "tupe": Exercise(
         25,
         "model.py",
         ["Tupe.bias"],
         "TUPE eq 10, 11",
-        "-> (1 or B, H, L, L). self.positions(pos) gives p U_Q and p U_K, see UntiedPositions; "
-        "self.scale is 1 / sqrt(2D). Add the bias of self.relative_bias if there is one. If "
-        "self.theta (2, C) is not None, [CLS] is untied by reset_cls, whose theta_t, one number "
-        "per head, is p_t U_Q . p_t U_K / sqrt(2D) with p_t = self.theta[t]; see "
+        task="-> (1 or B, H, L, L). self.positions(pos) gives p U_Q and p U_K, see "
+        "UntiedPositions; self.scale is 1 / sqrt(2D). Add the bias of self.relative_bias if there "
+        "is one. If self.theta (2, C) is not None, [CLS] is untied by reset_cls, whose theta_t, "
+        "one number per head, is p_t U_Q . p_t U_K / sqrt(2D) with p_t = self.theta[t]; see "
         "UntiedPositions.project.",
-        "attention_equals_triple_loop and tupe",
+        hint="the product of positions is computed as q_i . k_j is in attention. reset_cls comes "
+        "last: it replaces T5's bias too.",
+        second_hint="self.positions.project(self.theta) gives two tensors (2, C). Multiply them "
+        "elementwise, split C into heads with unflatten(-1, (H, -1)), sum over the D numbers of "
+        "each head, and multiply by self.scale: that is theta (2, H).",
+        tests="attention_equals_triple_loop and tupe",
     ),
     "reset": Exercise(
         10,
         "model.py",
         ["reset_cls"],
         "TUPE eq 9",
-        "-> (B, H, L, L), a new tensor. [CLS] is token 0. Cell (0, 0) counts as part of row 0.",
-        "attention_equals_triple_loop and (untie_cls or tupe)",
+        task="-> (B, H, L, L), a new tensor. [CLS] is token 0. Cell (0, 0) counts as part of row "
+        "0.",
+        hint="clone v first; the caller still needs the old one.",
+        second_hint="v[..., 0, :] is the row of [CLS] for all sequences and heads, (B, H, L). To "
+        "fill it, the first number of each head, theta[0] (H,), needs one more dimension: "
+        "theta[0][:, None]. Fill the column before the row.",
+        tests="attention_equals_triple_loop and (untie_cls or tupe)",
     ),
     "rotary": Exercise(
         20,
         "model.py",
         ["Rotary.edit_qk", "Rotary.rotate"],
         "Su 2021 eq 34",
-        "q, k (B, H, L, D) -> the same shapes. frequencies(D, q) gives w (D/2,); pos.ids (1 or B, "
-        "L) holds the positions. Components 2n and 2n+1 are a point in a plane, rotated by the "
-        "angle position * w_n. edit_qk computes sines and cosines; rotate rotates one tensor.",
-        "attention_equals_triple_loop and rope",
+        task="q, k (B, H, L, D) -> the same shapes. frequencies(D, q) gives w (D/2,); pos.ids (1 "
+        "or B, L) holds the positions. Components 2n and 2n+1 are a point in a plane, rotated by "
+        "the angle position * w_n. edit_qk computes sines and cosines; rotate rotates one tensor.",
+        hint="x[..., 0::2] and x[..., 1::2] are the two coordinates of all points.",
+        second_hint="(a, b) becomes (a cos - b sin, a sin + b cos); torch.stack(..., dim=-1) and "
+        "flatten(-2) interleave the two again. The angles pos.ids[..., None] * w are (1 or B, L, "
+        "D/2): insert a dimension for the heads, [:, None].",
+        tests="attention_equals_triple_loop and rope",
     ),
     "relative": Exercise(
         25,
         "model.py",
         ["offset_scores", "offset_values"],
         "Shaw 2018 eq 3, 4",
-        "a is (R, D), one row per offset. offset_scores: q_i . a_r -> (B, H, L, L), without a "
-        "scale; for deberta, a is (H, R, D). offset_values: sum_j A_ij a_r -> (B, H, L, D). "
-        "pos.offset_rows (1 or B, L, L) holds the row of each pair. Never build a tensor "
-        "(L, L, D): compute q_i . a_r for all R rows, of which `gather` picks one per pair; "
-        "`scatter_add` sums A by row.",
-        "attention_equals_triple_loop and (rel or rsin or rlsin)",
+        task="a is (R, D), one row per offset. offset_scores: q_i . a_r -> (B, H, L, L), without "
+        "a scale; for deberta, a is (H, R, D). offset_values: sum_j A_ij a_r -> (B, H, L, D). "
+        "pos.offset_rows (1 or B, L, L) holds the row of each pair. Never build a tensor (L, L, "
+        "D).",
+        hint="compute q_i . a_r for all R rows; each pair then picks one of these numbers. For "
+        "the values, sum A by row first.",
+        second_hint="rows = pos.offset_rows[:, None].expand(B, H, L, L). scores.gather(-1, rows) "
+        "picks from scores (B, H, L, R); zeros (B, H, L, R).scatter_add(-1, rows, A) sums by row, "
+        "and the sums @ a are the values.",
+        tests="attention_equals_triple_loop and (rel or rsin or rlsin)",
     ),
     "mlm": Exercise(
         20,
         "objectives.py",
         ["MLM.corrupt"],
         "BERT sec 3.1",
-        "select(eligible, rate, generator, starts) gives slots and valid (B, k). starts: "
-        "begins_word(tokens, self.in_word) of the original tokens if self.cfg.whole_word, "
-        "otherwise None. 80% of the "
-        "valid slots show self.mask_id, 10% a random ordinary token (an id below "
-        "vocab_size - N_SPECIALS), 10% the original one; slots that are not valid keep theirs. "
-        "Draw from the generator. mlm_target is the original token, mlm_weight is valid, and "
-        "mlm_selected marks the valid slots.",
-        "test_mlm or whole_words_are_selected or no_special_is_selected",
+        task="write BERT's masking. Select the share self.cfg.mask_rate of the eligible tokens: "
+        "single tokens, or whole words if self.cfg.whole_word. Of the selected ones, 80% become "
+        "self.mask_id, 10% a random ordinary token (ids below vocab_size - N_SPECIALS), and 10% "
+        "stay. Put the changed tokens into the batch, and what the loss needs: the slots, their "
+        "original tokens (mlm_target), which slots are valid (mlm_weight), and which tokens of "
+        "the sequence are selected. Draw every random number from the generator.",
+        hint="`select` does the selection, with starts = begins_word(original, self.in_word) for "
+        "whole words. A slot that is not valid keeps its token.",
+        second_hint="draw a number u in [0, 1) per slot: below .8 the slot shows [MASK], below .9 "
+        "a random token, otherwise the original; torch.where chooses. gather(1, slots) reads the "
+        "tokens at the slots, scatter(1, slots, shown) writes them. mlm_selected is `valid`, "
+        "scattered into zeros (B, L).",
+        tests="test_mlm or whole_words_are_selected or no_special_is_selected",
     ),
     "pplm": Exercise(
         15,
         "objectives.py",
         ["PPLM.corrupt", "PPLM.assign"],
         "RPP sec 3.1",
-        "corrupt: select(eligible, rate, generator) gives slots and valid (B, k); batch['pos'] is "
-        "(B, L), the true positions except at the slots. assign: the valid slots of a sequence get "
-        "each other's positions, in random order; the others keep theirs. Tokens do not move. "
-        "Do not loop over sequences; sort random numbers.",
-        "pplm_permutes or no_special_is_selected",
+        task="corrupt: select(eligible, rate, generator) gives slots and valid (B, k); "
+        "batch['pos'] is (B, L), the true positions except at the slots. assign: the valid slots "
+        "of a sequence get each other's positions, in random order; the others keep theirs. "
+        "Tokens do not move. Do not loop over sequences.",
+        hint="sorting random numbers gives a random permutation.",
+        second_hint="draw a number in [0, 1) per slot. Slots that are not valid are the last "
+        "ones: give them 2, 3, ... instead, so that they stay last. slots.gather(1, "
+        "numbers.argsort(1)) is the result of assign; corrupt scatters it into "
+        "torch.arange(L).expand(B, L).",
+        tests="pplm_permutes or no_special_is_selected",
     ),
     "pair_loss": Exercise(
         25,
         "objectives.py",
         ["PPLM.loss"],
         "RPP sec 3.1",
-        "-> loss (), and {'accuracy': share of correct pairs}, or {} in training. Among the inner "
-        "n = L - 2 tokens, score all ordered pairs i != j of eligible tokens that "
-        "self.scored(pairs, i_moved, j_moved) keeps; moved: the token's position batch['pos'] is "
-        "not the true one. Their class is self.label(true, assigned), of the offsets j - i. "
-        "self.head.scores(encoder, batch['states'], batch['positions']) gives s (B, n, n, H). "
-        "self.sums(s, label, weight) sums loss and correct pairs; it may be called once for all "
-        "pairs (the original calls it in chunks, to limit memory).",
-        "pair_losses_equal",
+        task="write the loss of position prediction: the mean cross-entropy of the true offset "
+        "over all scored pairs. A pair is an ordered pair of different eligible tokens i and j; "
+        "the first and the last token of a sequence take no part, so n = L - 2 remain. "
+        "self.scored says which pairs are scored. The class of a pair is self.label(true offset, "
+        "assigned offset). An offset is the position of j minus that of i: the true position is "
+        "the index in the sequence, the assigned one is in batch['pos']. Return the loss, and "
+        "{'accuracy': the share of correctly predicted pairs} in evaluation, {} in training.",
+        hint="self.head.scores(encoder, batch['states'], batch['positions']) gives the attention "
+        "logits s (B, n, n, H) of all pairs. Make a label and a weight (B, n, n), 1 for scored "
+        "pairs and otherwise 0, and flatten all three to N = B n n pairs for self.sums.",
+        second_hint="with index = 1, ..., n, the true offsets are index - index[:, None], and a "
+        "token has moved where batch['pos'][:, 1:-1] != index. label.expand_as(pairs) gives every "
+        "sequence its labels. Divide both sums by the number of scored pairs (at least 1). The "
+        "original calls self.sums in chunks, which saves memory; one call is enough.",
+        tests="pair_losses_equal",
     ),
     "contrastive": Exercise(
         20,
         "objectives.py",
         ["TC.loss"],
         "TACO eq 6 to 8",
-        "hidden (B, L, C) -> loss (), and {'accuracy': share of anchors that prefer the positive}, "
-        "or {} in training. g = hidden - self.embedding(encoder, batch). batch['tc_candidates'] "
-        "(B, L, 1 + K) are indices into the flattened batch, the positive first; candidates get no "
-        "gradient. Softmax over cosines / self.cfg.tc_temperature; mean over the anchors, "
-        "batch['tc_weight'] (B, L).",
-        "tc_equals",
+        task="hidden (B, L, C) -> loss (), and {'accuracy': share of anchors that prefer the "
+        "positive}, or {} in training. g = hidden - self.embedding(encoder, batch). "
+        "batch['tc_candidates'] (B, L, 1 + K) are indices into the flattened batch, the positive "
+        "first; candidates get no gradient. Softmax over cosines / self.cfg.tc_temperature; mean "
+        "over the anchors, batch['tc_weight'] (B, L).",
+        hint="after F.normalize, a cosine is a dot product. weighted_mean takes the mean.",
+        second_hint="flat = g.detach().flatten(0, 1) is (B L, C), so flat[batch['tc_candidates']] "
+        "is (B, L, 1 + K, C); torch.einsum('blc,blkc->blk', g, ...) gives the cosines. The loss "
+        "of an anchor is logits.logsumexp(-1) - logits[..., 0].",
+        tests="tc_equals",
     ),
     "copy": Exercise(
         40,
         "lib/baselines.py",
         ["copy_weights"],
         "RPP sec 3.1, by counting",
-        "k of n positions are selected and permuted among themselves. Cell (i, j): the probability "
-        "that the true positions of two tokens are i and j, if they are assigned a and b, times "
-        "any constant. -> numpy array (n, n).",
-        "baselines_equal_an_enumeration",
+        task="k of n positions are selected and permuted among themselves. Cell (i, j): the "
+        "probability that the true positions of two tokens are i and j, if they are assigned a "
+        "and b, times any constant. -> numpy array (n, n).",
+        hint="only the pattern counts: is i equal to a or b, is j equal to b or a? Count the ways "
+        "for (a, b), for (b, a), for the rest of row a and column b, and for the rest of row b "
+        "and column a. All other cells are equal.",
+        second_hint="times n (n - 1), cell (a, b) is (n - k)(n - k - 1) + 2 (n - k) + 1, for "
+        "none, one or both selected; cell (b, a) is 1. The rest of row b and column a is c = (k - "
+        "2) / (n - 2), and that of row a and column b is (n - k)(k - 1) / (n - 2) + c. The "
+        "diagonal is 0, and the other (n - 2)(n - 3) cells share what is missing to n (n - 1).",
+        tests="baselines_equal_an_enumeration",
     ),
     "batches": Exercise(
         15,
         "data.py",
         ["Batches.__call__"],
         "the docstring of Batches",
-        "self.kept holds the indices of the sequences, self.n is their number. The order in epoch "
-        "e is np.random.default_rng((self.seed, e)).permutation(self.kept). A batch may begin in "
-        "one epoch and end in the next. self.corpus.sequences('train', indices, self.L) reads "
-        "them.",
-        "batches_visit",
+        task="self.kept holds the indices of the sequences, self.n is their number. The order in "
+        "epoch e is np.random.default_rng((self.seed, e)).permutation(self.kept). A batch may "
+        "begin in one epoch and end in the next. self.corpus.sequences('train', indices, self.L) "
+        "reads them.",
+        hint="number the sequences of all epochs from 0 on. In which epoch is number i, and where?",
+        second_hint="number i is in epoch i // self.n, at i % self.n of its order. Go through the "
+        "numbers of the batch one by one and collect the indices; keep the last epoch's order in "
+        "self.order, and its number in self.epoch, so that it is not computed for every sequence.",
+        tests="batches_visit",
     ),
 }
 
@@ -200,7 +256,7 @@ def make_copy(name, folder):
         copy_files(unfinished, *CORE)
         source = (ROOT / exercise.file).read_text()
         for method in exercise.methods:
-            source = blank(source, method, f"Exercise ({exercise.source}): {exercise.task}")
+            source = blank(source, method, exercise)
         (unfinished / exercise.file).write_text(source)
         (unfinished / "exercise.json").write_text(json.dumps({"exercise": name}) + "\n")
         unfinished.rename(folder)
@@ -217,15 +273,17 @@ def find_function(source, name):
     return node
 
 
-def blank(source, name, comment):
-    """The source with one function reduced to its signature, docstring and a comment."""
+def blank(source, name, exercise):
+    """The source with one function reduced to its signature, docstring, task and hint."""
     node, lines = find_function(source, name), source.splitlines()
     if get_docstring(node) is not None:
         start = node.body[0].end_lineno
     else:  # the signature ends at the first line that ends with a colon
         start = next(n for n in range(node.lineno, len(lines)) if lines[n - 1].endswith(":"))
     indent = " " * (node.col_offset + 4)
-    stub = [f"{indent}# {line}" for line in textwrap.wrap(comment, 94 - len(indent))]
+    comments = f"Exercise ({exercise.source}): {exercise.task}", f"Hint: {exercise.hint}"
+    width = 94 - len(indent)
+    stub = [f"{indent}# {line}" for text in comments for line in textwrap.wrap(text, width)]
     stub.append(f'{indent}raise NotImplementedError("{name} is not written yet")')
     return "\n".join(lines[:start] + stub + lines[node.end_lineno :]) + "\n"
 
@@ -354,6 +412,7 @@ def print_list():
     for name, e in EXERCISES.items():
         print(f"{name:12} {e.minutes:7}  {e.source:26}{e.file:18}{', '.join(e.methods)}")
     print("\npython -m teach.exercises NAME copies the project; write the method there.")
+    print("python -m teach.exercises --hint NAME prints a second hint; the first is in the copy.")
 
 
 def print_grade(name, result):
@@ -367,12 +426,14 @@ def print_grade(name, result):
 def main(argv=None):
     with one_line_errors():
         parser = Parser("-m teach.exercises", __doc__)
-        parser.add_argument("name", nargs="?", help="copy the project for this exercise")
+        mode = parser.add_mutually_exclusive_group().add_argument
+        mode("name", nargs="?", help="copy the project for this exercise")
+        mode("--hint", metavar="NAME", help="print a second hint")
+        mode("--grade", metavar="FOLDER", help="run the tests on this copy")
         parser.add_argument("folder", nargs="?", help="of the copy (default: exercises/NAME)")
-        parser.add_argument("--grade", metavar="FOLDER", help="run the tests on this copy")
         args = parser.parse_args(argv)
-        if args.grade and args.name:
-            raise UserError("give a NAME or --grade FOLDER, not both")
+        if args.hint:
+            return print(textwrap.fill(f"Second hint: {find_exercise(args.hint).second_hint}", 100))
         if args.grade:
             return print_grade(*grade(Path(args.grade).expanduser()))
         if args.name is None:

@@ -1,4 +1,4 @@
-"""teach/: the losses of naive.py, and the exercises with their grading."""
+"""teach/: the losses of naive.py, and the exercises with their hints and grading."""
 
 import ast
 import re
@@ -25,6 +25,18 @@ def test_naive_losses_equal_the_model():
     eligible = (tokens[0] < CLS).tolist()
     loss = naive.pplm_loss(lambda i, j: psi[i - 1, j - 1], tokens.size(1), eligible)
     close(model(batch)[0], loss, 1e-6)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_two_hints(name, capsys):
+    """The first hint is in the stub, and --hint prints the second one."""
+    exercise = EXERCISES[name]
+    stub = exercises.blank((ROOT / exercise.file).read_text(), exercise.methods[0], exercise)
+    comments = " ".join(stub.replace("#", " ").split())
+    assert f"{exercise.task} Hint: {exercise.hint} raise" in comments
+    assert exercise.second_hint not in comments
+    exercises.main(["--hint", name])
+    assert " ".join(capsys.readouterr().out.split()) == f"Second hint: {exercise.second_hint}"
 
 
 @pytest.mark.slow
@@ -68,6 +80,8 @@ def test_grade_shows_the_first_error(tmp_path, capsys):
     "flags, message",
     [
         ("tup", "unknown exercise 'tup'; choose from attention, tupe,"),
+        ("--hint tup", "unknown exercise 'tup'; choose from attention, tupe,"),
+        ("tupe --hint tupe", "argument --hint: not allowed with argument name"),
         ("tupe .", "exists already"),
         ("--grade none", "was not made by"),
     ],
