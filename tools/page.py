@@ -18,10 +18,8 @@ JavaScript. This program fills in the data:
 
 A 16-bit checkpoint has no optimizer state and is a sixth of the size of the run's. All
 programs that take --ckpt accept it (their results go to its folder unless --out_dir is given).
-docs/demo.pt comes from the README's mlm+pplm run, and docs/demo.html from it with
-
-    --restores "about half of the swaps in sentences like its training text, and leaves a third as
-    they are"                                # 82, 48 of 150; 20 of them became worse
+docs/demo.pt comes from an mlm+pplm run on docs, and docs/demo.html from five runs on Wikipedia and
+books (results/README.md, "The demo").
 """
 
 import base64
