@@ -1,84 +1,71 @@
-"""How often does a model of pplm restore two exchanged words of a sentence?
+"""How often does a model of pplm restore exchanged words of a sentence?
 
     python -m results.restore docs/demo.pt                     # results/everyday.txt
-    python -m results.restore RUN --text FILE --margin 4.3     # one sentence per line
+    python -m results.restore RUN --text FILE --margin .1      # one sentence per line
 
-Two random words that are one token each are exchanged, and the order of the tokens is restored. As
-in a page of tools.page, a sentence is left as it is if the best other order is less likely by more
-than the margin. (The page also keeps words of several tokens whole.) Even lines may decide
-a setting; odd lines decide nothing.
+Two random words that are one token each are exchanged (--exchanges 2: twice), and the order of the
+tokens is restored, as in a page of tools.page (which also keeps words of several tokens whole).
+Even lines may decide a setting; odd lines decide nothing.
 """
 
+import functools
 import random
 
 import torch
 
 from lib.config import Parser, one_line_errors
-from model import Positions
-from tools.sample import best_order, encode, load_pretraining
-
-MARGINS = (2, 3, 4, 4.3, 5, 6, 8, 1e9)
+from tools.sample import best_order, encode, load_pretraining, offsets_log_p, position_objective
 
 
-def offsets_log_p(model, tokens, pos):
-    """Tokens and their positions (1, L) -> log-probability of each offset of each pair of the
-    L - 2 inner tokens, (n, n, 2 max_len - 1)."""
-    [objective] = [x for x in model.objectives.values() if hasattr(x, "head")]
-    states = model.encoder.hidden_states(tokens, pos)
-    scores = objective.head.scores(model.encoder, states, Positions(pos))
-    return objective.head.psi(scores).float().log_softmax(-1)[0]
-
-
-def likelihood(log_p, pos):
-    """-> (n, n): the log-probability of each pair's offset in an order."""
-    r = pos - pos[:, None] + log_p.size(-1) // 2
-    return log_p.gather(-1, r[..., None])[..., 0].fill_diagonal_(0)
-
-
-def restore_swap(model, sentence, rng):
-    """-> (what the best order costs in mean log-probability, tokens that are then wrong), or None
-    if fewer than two words are single tokens."""
+def restore_words(model, sentence, exchanges, margins, rng):
+    """-> "restored", "left" or "wrong" for each margin, or None if too few words are one token."""
     single, n = [], 0  # their positions, and the number of tokens
     for word in sentence.split():
         length = len(model.encoder.tokenizer.encode(" " + word))
-        single += [n + 1] if length == 1 else []
+        single += [n] if length == 1 else []
         n += length
-    if len(single) < 2:
+    if len(single) < 2 * exchanges:
         return None
-    tokens, pos = encode(model.encoder, " " + sentence), torch.arange(n + 2)
-    i, j = rng.sample(single, 2)
-    pos[[i, j]] = pos[[j, i]]
-    log_p, given = offsets_log_p(model, tokens, pos[None]), pos[1:-1]
-    best = best_order(log_p, given)
-    before, after = likelihood(log_p, given), likelihood(log_p, best)
-    changed = (best - best[:, None] != given - given[:, None]).sum()
-    wrong = (tokens[0, 1:-1][best.argsort()] != tokens[0, 1:-1]).sum()
-    return float((before - after).sum() / changed), int(wrong)
+    tokens, given = encode(model.encoder, " " + sentence)[0], torch.arange(1, n + 1)
+    chosen = rng.sample(single, 2 * exchanges)
+    for i, j in zip(chosen[::2], chosen[1::2]):
+        given[[i, j]] = given[[j, i]]
+
+    @functools.cache  # other margins ask for the same orders
+    def predict(pos):
+        pos = torch.tensor([[0, *pos, n + 1]])
+        return offsets_log_p(model.encoder, position_objective(model), tokens[None], pos)
+
+    outcomes = []
+    for margin in margins:
+        pos = best_order(lambda pos: predict(tuple(pos.tolist())), given, margin)
+        if torch.equal(tokens[1:-1][pos.argsort()], tokens[1:-1]):
+            outcomes.append("restored")
+        else:
+            outcomes.append("left" if torch.equal(pos, given) else "wrong")
+    return outcomes
 
 
 def main(argv=None):
     parser = Parser("-m results.restore", __doc__)
     parser.add_argument("ckpt")
     parser.add_argument("--text", default="results/everyday.txt")
-    parser.add_argument("--margin", type=float, nargs="+", default=MARGINS)
-    with one_line_errors():
+    parser.add_argument("--exchanges", type=int, default=1)
+    parser.add_argument("--margin", type=float, nargs="+", default=(0, 0.05, 0.1))
+    with one_line_errors(), torch.no_grad():
         args = parser.parse_args(argv)
         model = load_pretraining(args.ckpt)
         with open(args.text) as handle:
             sentences = [line.strip() for line in handle]
         for half in (0, 1):
             rng, found = random.Random(half), []
-            with torch.no_grad():
-                for sentence in sentences[half::2]:
-                    found.append(restore_swap(model, sentence, rng))
-            found = [x for x in found if x]
+            for sentence in sentences[half::2]:
+                found.append(restore_words(model, sentence, args.exchanges, args.margin, rng))
+            found = [outcomes for outcomes in found if outcomes]
             print(f"\n{('even', 'odd')[half]} lines, {len(found)} sentences")
-            for margin in args.margin:
-                wrong = [wrong if cost <= margin else 2 for cost, wrong in found]
-                print(
-                    f"margin {margin:g}: {wrong.count(0)} restored, {wrong.count(2)} left or two "
-                    f"tokens wrong, {sum(x > 2 for x in wrong)} made worse"
-                )
+            for margin, outcomes in zip(args.margin, zip(*found)):
+                restored, left, wrong = map(outcomes.count, ("restored", "left", "wrong"))
+                print(f"margin {margin:g}: {restored} restored, {left} left, {wrong} wrong")
 
 
 if __name__ == "__main__":

@@ -245,9 +245,9 @@ def main(argv=None):
         parser.add_argument(
             "--margin",
             type=float,
-            default=4.3,
-            help="leave a sentence as it is if the mean log-probability of the offsets that the "
-            "best other order changes is lower by more than this",
+            default=0.05,
+            help="exchange two words only if this raises the mean log-probability of the offsets "
+            "by more",
         )
         args = parser.parse_args(argv)
         file, runs = Path(args.file), args.runs or [newest_run()]

@@ -21,7 +21,7 @@ a task (finetune.py)     one text, or 'one ||| two'   predictions with probabili
 """
 
 import contextlib
-import math
+import itertools
 import os
 from argparse import Namespace
 from functools import partial
@@ -39,6 +39,7 @@ from model import UNKNOWN_POS, Encoder, EncoderConfig, Positions
 from objectives import ObjectiveConfig, Pretraining, new_batch, seeded_generator
 
 NEXT_TOKENS = 20  # tokens that clm generates
+PROPOSALS = 12  # exchanges of two tokens that best_order shows to the model
 TEXTS = {
     "mlm": "a text with [MASK]",
     "position": "a sentence, to be shuffled",
@@ -162,55 +163,60 @@ def shuffle(encoder, objective, text, seed=0):
     return strings, batch, encoder.hidden_states(tokens, batch["pos"])
 
 
-def best_order(log_p, assigned):
-    """The positions of n tokens that make the predicted offsets most likely.
+def offsets_log_p(encoder, objective, tokens, pos):
+    """Tokens (1, L) and their positions (1, L) -> the log-probability of each offset of each pair
+    of the n = L - 2 inner tokens, (n, n, n_classes)."""
+    states = encoder.hidden_states(tokens, pos)
+    scores = objective.head.scores(encoder, states, Positions(pos))
+    return objective.head.psi(scores).float().log_softmax(-1)[0].cpu()
 
-    log_p (n, n, 2L - 1), the log-probability of each offset of each pair; assigned (n,), the
-    positions that the tokens were given -> (n,), the restored positions.
 
-    A local search makes the best exchange of two tokens until none helps. It starts from the
-    assigned positions and from the tokens sorted by their mean predicted offsets; the more likely
-    result is returned. The assigned positions themselves are excluded: if few tokens moved, a model
-    that is unsure would just return them.
+def best_order(predict, pos, margin=0.0):
+    """Exchange two tokens as long as the order then looks better to the model.
+
+    predict: positions (n,) of n tokens -> log-probabilities (n, n, 2L - 1) of the offset of each
+    pair. pos (n,): the positions to begin with -> (n,).
+
+    The score of an order is the mean log-probability of its offsets. One prediction proposes: of
+    all exchanges, those that score best if the tokens keep the positions they have now. The model
+    then sees each proposal, and the best one is made if it raises the score by more than `margin`.
     """
-    n, L = len(assigned), log_p.size(-1) // 2 + 1
-    offset = log_p.softmax(-1) @ torch.arange(1.0 - L, L)  # (n, n): expected offsets
-    rank = (offset.mean(0) - offset.mean(1)).argsort().argsort()
-    token, ends = torch.arange(n), []
-    both = (log_p + log_p.transpose(0, 1).flip(-1)).double()  # (i, j) and (j, i) together
-    both[token, token] = 0
-    for pos in (assigned, assigned.sort().values[rank]):
-        while True:
-            r = pos - pos[:, None] + L - 1  # (n, n): classes of the offsets
-            now, swapped = (both.gather(-1, x[..., None])[..., 0] for x in (r, r.T))
-            # gain[i, j]: what the pairs of token i gain if it takes the position of token j. Then
-            # add the gain of j's pairs, and correct the pair (i, j), whose offset is reversed.
-            gain = both[:, token, r].sum(-1) - both[..., L - 1] - now.sum(1, keepdim=True)
-            gain = gain + gain.T + now + swapped
-            moved = (pos != assigned).nonzero()[:, 0]
-            gain.fill_diagonal_(1e-6 if len(moved) else -math.inf)  # no exchange
-            if len(moved) == 2:  # exchanging them again would restore the assigned positions
-                gain[moved, moved.flip(0)] = -math.inf
-            i, j = divmod(int(gain.argmax()), n)
-            if i == j:
-                break
-            pos = pos.clone()
-            pos[[i, j]] = pos[[j, i]]
-        ends.append((float(now.sum()), pos))
-    return max(ends, key=lambda end: end[0])[1]
+
+    def score(log_p, pos):
+        r = pos - pos[:, None] + log_p.size(-1) // 2  # (n, n): classes of the offsets
+        return log_p.gather(-1, r[..., None]).squeeze(-1).fill_diagonal_(0).sum() / (n * n - n)
+
+    n, log_p = len(pos), predict(pos)
+    most = score(log_p, pos)
+    while True:
+        orders = []
+        for i, j in itertools.combinations(range(n), 2):
+            orders.append(pos.clone())
+            orders[-1][[i, j]] = pos[[j, i]]
+        proposals = sorted(orders, key=lambda order: -score(log_p, order))[:PROPOSALS]
+        predicted = [predict(order) for order in proposals]
+        scores = [score(*pair) for pair in zip(predicted, proposals)]
+        best = max(range(len(scores)), key=scores.__getitem__)
+        if scores[best] <= most + margin:
+            return pos
+        pos, log_p, most = proposals[best], predicted[best], scores[best]
 
 
 def restore(encoder, objective, text, seed=0):
     """Shuffle a sentence and restore it from the predicted offsets -> its token strings, and two
     permutations (n,): their order as shuffled, and as restored."""
-    strings, batch, states = shuffle(encoder, objective, text, seed)
-    pos = batch["pos"][0, 1:-1].cpu()
+    strings, batch, _ = shuffle(encoder, objective, text, seed)
+    assigned, pos = batch["pos"], batch["pos"][0, 1:-1].cpu()
     masked = pos == UNKNOWN_POS  # pmlm: these tokens get the free positions at random
     free = masked.nonzero()[:, 0] + 1
     pos[masked] = free[torch.randperm(len(free), generator=seeded_generator("cpu", seed, "free"))]
-    scores = objective.head.scores(encoder, states, batch["pos"])
-    log_p = objective.head.psi(scores).float().log_softmax(-1)[0].cpu()  # (n, n, 2L - 1)
-    return strings, pos.argsort(), best_order(log_p, pos).argsort()
+
+    def predict(pos):
+        seen = assigned.clone()
+        seen[0, 1:-1] = torch.where(masked, UNKNOWN_POS, pos)
+        return offsets_log_p(encoder, objective, batch["tokens"], seen)
+
+    return strings, pos.argsort(), best_order(predict, pos).argsort()
 
 
 def correct_pairs(order) -> int:
