@@ -328,7 +328,7 @@ def draw(folder, rows):
         for file, paint in FIGURES.items():
             paint(rows).figure.savefig(folder / file)
     terms = read_json(HERE / "terms.json", runs=list)["runs"]  # of tools.probe --terms
-    title = "BERT's position term is nearly constant; TUPE's favors the next token"
+    title = "Here, BERT's position term hardly depends on the key; TUPE's favors the next token"
     if len({run["step"] for run in terms}) > 1:
         title += "\n(abs was trained for longer, because it learns order later)"
     draw_terms(folder / "terms.png", terms, title)
@@ -353,7 +353,8 @@ def write(axes, text, xy, shift=(6, 0), **style):
 
 
 def label_ends(axes, ends):
-    """Write names at the ends of their curves, {name: (y, color)}, without overlaps."""
+    """Write names at the ends of their curves, {name: (y, color)}, without overlaps; a line leads
+    from each curve to its name."""
     axes.margins(x=0.01)
     axes.get_ylim()  # updates the transformation from data to heights, 0 to 1
     heights = [(axes.transScale + axes.transLimits).transform((1, y))[1] for y, _ in ends.values()]
@@ -364,7 +365,9 @@ def label_ends(axes, ends):
     up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
     for i, height in zip(order, index + (up + down) / 2):
         name, (_, color) = [*ends.items()][i]
-        write(axes, name, (1, height), xycoords="axes fraction", color=color)
+        style = dict(color=color, transform=axes.transAxes, clip_on=False)
+        axes.plot([1, 1.03], [heights[i], height], lw=0.8, **style)
+        write(axes, name, (1.03, height), (3, 0), xycoords="axes fraction", color=color)
 
 
 def name_families(axes, schemes, x, y):
@@ -375,9 +378,9 @@ def name_families(axes, schemes, x, y):
         y -= 0.065
 
 
-def dots(axes, values, line, color, marker="o"):
+def dots(axes, values, line, color):
     """A dot for each seed of a horizontal line."""
-    axes.plot(values, [line] * len(values), marker, color=color, alpha=0.6, mew=0, ms=8)
+    axes.plot(values, [line] * len(values), "o", color=color, alpha=0.6, mew=0, ms=8)
 
 
 def name_lines(axes, names):
@@ -391,27 +394,26 @@ def name_lines(axes, names):
 def draw_ranking(rows):
     schemes = {pe: losses for pe, losses in scheme_losses(rows).items() if pe in TWELVE}
     title = (
-        "In 6 million tokens, nine schemes gain 1 to 2 nats; BERT's positions (abs) gain nothing"
+        "After 6 million tokens, nine schemes are 1 to 2 nats below none; BERT's (abs) is not yet"
     )
     return paint_ranking(schemes, title, 4.2)
 
 
 def draw_ranking_all(rows):
     title = (
-        "Positions only added at the input gain nothing in 6 million tokens; all other schemes gain"
+        "After 6 million tokens, only the schemes that are added at the input are not below none"
     )
     return paint_ranking(scheme_losses(rows), title, 7.4)
 
 
 def paint_ranking(schemes, title, height):
-    """The losses of schemes, {pe: (after 6 M tokens, after 49 M)}. The lines are sorted and the
-    dots colored by the losses after 49 M tokens if all schemes have them, otherwise by those after
-    6 M; the others are gray."""
-    main = all(later for _, later in schemes.values())
-    order = sorted(schemes, key=lambda pe: statistics.mean(schemes[pe][main]))
-    x = "validation loss of mlm (nats); a dot is a seed"
-    if any(later for _, later in schemes.values()):
-        x += "; circles: after 6 M tokens, diamonds: after 49 M"
+    """The losses of schemes, {pe: (after 6 M tokens, after 49 M)}: the latter beside the former, if
+    all schemes have them."""
+    both = all(later for _, later in schemes.values())
+    order = sorted(schemes, key=lambda pe: statistics.mean(schemes[pe][both]))
+    x = "validation loss of mlm (nats); a dot is a seed, the number their mean"
+    if both:
+        x += "; gray: after 6 M tokens"
     [[axes]] = panels(title, x, height=height)
     name_lines(axes, order)
     for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):
@@ -419,20 +421,20 @@ def paint_ranking(schemes, title, height):
         tick.set_color(color)
         axes.axhline(line, color=LIGHT, zorder=0)
         write(axes, name, (1, line), xycoords=("axes fraction", "data"), color=color)
-        for later, values in enumerate(schemes[pe]):
-            if values:
-                shade = color if later == main else GRAY
-                dots(axes, values, line, shade, "oD"[later])
-                at, shift, align = (min, -7, "right") if later else (max, 7, "left")
-                text = f"{statistics.mean(values):.2f}"
-                write(axes, text, (at(values), line), (shift, 0), ha=align, color=shade)
+        for later, values in enumerate(schemes[pe][: 1 + both]):
+            shade = color if later == both else GRAY
+            dots(axes, values, line, shade)
+            at, shift, align = (min, -7, "right") if later else (max, 7, "left")
+            text = f"{statistics.mean(values):.2f}"
+            write(axes, text, (at(values), line), (shift, 0), ha=align, color=shade)
+    axes.axvline(statistics.mean(schemes["none"][both]), color="k", lw=0.8, ls=":", zorder=0)
     axes.margins(x=0.1)
     return axes
 
 
 def draw_plateau(rows):
-    title = "Relative schemes and TUPE learn order within 1,400 steps; abs and sin stay with none"
-    [[axes]] = panels(title, "step", "training loss of mlm (nats)")
+    title = "rope, rel, t5 and TUPE learn order within 1,400 steps; abs and sin stay with none"
+    [[axes]] = panels(title, "step (seed 1337)", "training loss of mlm (nats)")
     ends = {}
     for pe in "none abs sin t5 rel tupe_a tupe_r rope".split():
         curve, color = rows[f"{pe}-s1337"]["curve"], family(pe)[1]
@@ -467,11 +469,12 @@ def draw_random_tokens(rows):
     title = (
         "Alone, position prediction rarely uses the tokens; after mlm or with enough of it, it does"
     )
-    [[axes]] = panels(title, "what random tokens add to the loss of pplm (nats); a dot is a seed")
+    x = f"what random tokens add to the loss of pplm (nats); a dot is a seed; used: above {USED}"
+    [[axes]] = panels(title, x)
     name_lines(axes, [*RANDOM_TOKENS.values()])
     for line, name in enumerate(RANDOM_TOKENS):
         costs = [cost_of_random_tokens(row) for row in seeds(rows, name)]
-        axes.barh(line, statistics.mean(costs), 0.6, color=ORANGE, alpha=0.5)
+        axes.axhline(line, color=LIGHT, zorder=0)
         dots(axes, costs, line, ORANGE)
         text = f"{sum(cost > USED for cost in costs)} of {len(costs)} use them"
         write(axes, text, (1, line), xycoords=("axes fraction", "data"))
@@ -480,19 +483,21 @@ def draw_random_tokens(rows):
 
 
 def draw_alone(rows):
-    title = "Eight of ten runs of position prediction alone ignore the tokens for 30,000 steps"
+    title = (
+        "Position prediction alone ignores the tokens for 20,000 steps; two of ten runs then do not"
+    )
     [[axes]] = panels(title, "step", "validation loss of pplm (nats)")
     for row in seeds(rows, "pplm-30000"):
         used = cost_of_random_tokens(row) > USED
-        axes.plot(*zip(*row["val_curve"]), color=ORANGE if used else BLUE, zorder=2 + used)
+        axes.plot(*zip(*row["val_curve"]), color=ORANGE if used else BLUE, zorder=3 - used)
     first, more = rows["pplm-30000-s1337"], rows["pplm-after-30000-s6"]
     curve = [(30000, rows["pplm-30000-s6"]["val_loss"])]
     curve += [(30000 + step, value) for step, value in more["val_curve"]]
     axes.plot(*zip(*curve), "--", color=ORANGE)
     style = dict(color=ORANGE, ha="right")
-    text = f"seed 1337 uses them\nfrom step {uses_tokens(first)}"
+    text = f"seed 1337: uses the tokens\nfrom step {uses_tokens(first)} on"
     write(axes, text, (24000, 1.4), (-14, 0), **style)
-    text = f"seed 6 uses them after\n{uses_tokens(more)} more steps"
+    text = f"seed 6, trained further\n(dashed): after {uses_tokens(more)} more"
     write(axes, text, curve[-1], (4, -20), **style)
     write(axes, "the eight others", (10000, 1.67), color=BLUE)
     copy = copy_baseline(more)
@@ -505,8 +510,9 @@ def draw_layers(rows):
     """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
     title = "In two of seven runs of pplm alone, the layers recover from the first to the last"
     grid = panels(title, "step", SPREAD, (1, 3))
-    colors = ["0.6", "#56B4E9", "#009E73", "#E69F00", "#D55E00"]
-    for axes, seed in zip(grid[0], (6, 9, 7)):
+    colors = ["0.6", "#9ecae1", "#4292c6", "#2171b5", "#08306b"]
+    outcomes = {6: "uses its tokens", 9: "not yet", 7: "like four others"}
+    for axes, (seed, outcome) in zip(grid[0], outcomes.items()):
         more = rows.get(f"pplm-after-30000-s{seed}", {"spreads": []})
         table = rows[f"pplm-30000-s{seed}"]["spreads"]
         table = table + [[30000 + step, *spread] for step, *spread in more["spreads"]]
@@ -514,7 +520,7 @@ def draw_layers(rows):
         for n, (spread, color) in enumerate(zip(layers, colors)):
             axes.plot(steps, spread, color=color)
             ends[f"layer {n}" if n else "embedding"] = spread[-1], color
-        axes.set(yscale="log", title=f"seed {seed}")
+        axes.set(yscale="log", title=f"seed {seed}: {outcome}")
     label_ends(axes, ends)
     # Only seed 6 begins to use them.
     step = 30000 + int(uses_tokens(rows["pplm-after-30000-s6"]).replace(",", ""))
@@ -536,8 +542,8 @@ SPREADS = {
 
 
 def draw_spread(rows):
-    title = "In runs that use the tokens (orange), the last layer's hidden states stay apart"
-    x = "step; a dot: the tokens begin to lower the training loss"
+    title = "In runs that use the tokens (orange), the last layer's hidden states come apart again"
+    x = "step; 1 of 3: the runs that use them; a dot: the tokens begin to lower the loss of pplm alone"
     grid = panels(title, x, SPREAD, (2, 4))
     for axes, (name, label) in zip(grid.flat, SPREADS.items()):
         runs = seeds(rows, f"classroom-16-{name}")
@@ -555,8 +561,10 @@ def draw_spread(rows):
 
 def draw_lengths(rows):
     """For each scheme the mean of its seeds."""
-    title = "On sequences four times as long, t5 loses half a nat; deberta and alibi lose nothing"
-    y = "change of the loss of mlm (nats)"
+    title = (
+        "On sequences four times as long, t5's loss rises by half a nat; deberta's, alibi's do not"
+    )
+    y = "change of the loss of mlm (nats), mean of 3 seeds"
     [[axes]] = panels(title, "tokens per sequence (trained on 128)", y)
     ends, found = {}, {}
     for row in rows.values():
@@ -571,7 +579,7 @@ def draw_lengths(rows):
     return axes
 
 
-RACERS = {"Roberta": "RoBERTa", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
+RACERS = {"Roberta": "RoBERTa (as abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
 
 
 def draw_race(rows):

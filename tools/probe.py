@@ -461,9 +461,11 @@ def draw_terms(file, runs, title=None):
     figure = Figure(figsize=(8.4, 2.45 * len(runs)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
     for line, run in enumerate(runs):
-        limit = np.percentile(np.abs([*run["maps"].values()]), 99)
-        ticks, n_empty = range(len(run["tokens"])), columns - len(run["maps"])
-        for n, (title, A) in enumerate(run["maps"].items()):
+        # The softmax ignores what a row has in common.
+        maps = {title: A - np.mean(A, 1, keepdims=True) for title, A in run["maps"].items()}
+        limit = np.percentile(np.abs([*maps.values()]), 99)
+        ticks, n_empty = range(len(run["tokens"])), columns - len(maps)
+        for n, (title, A) in enumerate(maps.items()):
             column = n + n_empty if n else 0  # the first term at the left, the others at the right
             ax = figure.add_subplot(len(runs), columns, line * columns + column + 1)
             image = ax.imshow(A, "PuOr", clim=(-limit, limit))
@@ -476,7 +478,7 @@ def draw_terms(file, runs, title=None):
                 ax.set_yticks(ticks, run["tokens"], fontsize=8, parse_math=False)
                 label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}\nquery $i$"
                 ax.set_ylabel(label, rotation=90, ha="center", va="bottom", fontsize=9)
-        figure.colorbar(image, fraction=0.046)
+        figure.colorbar(image, fraction=0.046, label="logit minus its row's mean")
     figure.savefig(file, dpi=200)
 
 
