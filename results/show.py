@@ -543,7 +543,7 @@ SPREADS = {
 
 def draw_spread(rows):
     title = "In runs that use the tokens (orange), the last layer's hidden states come apart again"
-    x = "step; 1 of 3: the runs that use them; a dot: the tokens begin to lower the loss of pplm alone"
+    x = "step; 1 of 3: runs that use them; a dot: the tokens begin to lower the loss of pplm alone"
     grid = panels(title, x, SPREAD, (2, 4))
     for axes, (name, label) in zip(grid.flat, SPREADS.items()):
         runs = seeds(rows, f"classroom-16-{name}")
