@@ -129,9 +129,12 @@ def record(browser):
         browser.run("new Promise((f) => setTimeout(f, 100))")
         frames.append((browser.screenshot(), milliseconds))
 
-    browser.run("document.querySelectorAll('form, .soft').forEach((x) => (x.hidden = true))")
-    last = "[...document.querySelectorAll('.words')].filter((x) => x.offsetParent).at(-1)"
-    browser.resize(840, round(browser.run(f"{last}.getBoundingClientRect().bottom")) + 10)
+    hide = "'form, .soft:not(#sentence + .soft)'"
+    browser.run(f"document.querySelectorAll({hide}).forEach((x) => (x.hidden = true))")
+    shown = "document.querySelectorAll('.words, #sentence + .soft')"
+    last = f"[...{shown}].filter((x) => x.offsetParent).at(-1)"
+    # A shuffled sentence may need one more line.
+    browser.resize(840, round(browser.run(f"{last}.getBoundingClientRect().bottom")) + 50)
     names = browser.run("runs.map((run) => run.config.pe)")
     others = [name for name in ("tupe_r", *names) if name in names and name != "none"]
     if "none" in names:
@@ -140,6 +143,7 @@ def record(browser):
         n = names.index(others[0])
         show(f"choose(runs[{n}])", 3000, f"$('switch').querySelectorAll('input')[{n}]")
     if browser.run("pair_run() !== undefined"):
+        browser.run("choose(pair_run())")
         if not browser.run(SHUFFLE):
             raise UserError("the model restores none of 100 shuffles of the first sentence")
         browser.run("$('shuffle').focus()")
