@@ -14,19 +14,20 @@ import random
 import torch
 
 from lib.config import Parser, one_line_errors
-from tools.sample import best_order, encode, load_pretraining, offsets_log_p, position_objective
+from tools import sample
 
 
 def restore_words(model, sentence, exchanges, margins, rng):
     """-> "restored", "left" or "wrong" for each margin, or None if too few words are one token."""
+    encoder, objective = model.encoder, sample.position_objective(model)
     single, n = [], 0  # their positions, and the number of tokens
     for word in sentence.split():
-        length = len(model.encoder.tokenizer.encode(" " + word))
+        length = len(encoder.tokenizer.encode(" " + word))
         single += [n] if length == 1 else []
         n += length
     if len(single) < 2 * exchanges:
         return None
-    tokens, given = encode(model.encoder, " " + sentence)[0], torch.arange(1, n + 1)
+    tokens, given = sample.encode(encoder, " " + sentence)[0], torch.arange(1, n + 1)
     chosen = rng.sample(single, 2 * exchanges)
     for i, j in zip(chosen[::2], chosen[1::2]):
         given[[i, j]] = given[[j, i]]
@@ -34,11 +35,11 @@ def restore_words(model, sentence, exchanges, margins, rng):
     @functools.cache  # other margins ask for the same orders
     def predict(pos):
         pos = torch.tensor([[0, *pos, n + 1]])
-        return offsets_log_p(model.encoder, position_objective(model), tokens[None], pos)
+        return sample.offsets_log_p(encoder, objective, tokens[None], pos)
 
     outcomes = []
     for margin in margins:
-        pos = best_order(lambda pos: predict(tuple(pos.tolist())), given, margin)
+        pos = sample.best_order(lambda pos: predict(tuple(pos.tolist())), given, margin)
         if torch.equal(tokens[1:-1][pos.argsort()], tokens[1:-1]):
             outcomes.append("restored")
         else:
@@ -51,10 +52,10 @@ def main(argv=None):
     parser.add_argument("ckpt")
     parser.add_argument("--text", default="results/everyday.txt")
     parser.add_argument("--exchanges", type=int, default=1)
-    parser.add_argument("--margin", type=float, nargs="+", default=(0, 0.05, 0.1))
+    parser.add_argument("--margin", type=float, nargs="+", default=[sample.MARGIN])
     with one_line_errors(), torch.no_grad():
         args = parser.parse_args(argv)
-        model = load_pretraining(args.ckpt)
+        model = sample.load_pretraining(args.ckpt)
         with open(args.text) as handle:
             sentences = [line.strip() for line in handle]
         for half in (0, 1):

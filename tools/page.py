@@ -34,7 +34,7 @@ import model as schemes
 from lib.config import Parser, UserError, one_line_errors
 from lib.files import atomic_write, newest_run, read_checkpoint, write_checkpoint
 from model import PE_NAMES, Component, Positions, parse_pe
-from tools.sample import load_pretraining
+from tools.sample import MARGIN, load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
 MARK = '<script type="application/json" id="data">null</script>'
@@ -245,7 +245,7 @@ def main(argv=None):
         parser.add_argument(
             "--margin",
             type=float,
-            default=0.05,
+            default=MARGIN,
             help="exchange two words only if this raises the mean log-probability of the offsets "
             "by more",
         )

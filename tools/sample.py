@@ -39,7 +39,9 @@ from model import UNKNOWN_POS, Encoder, EncoderConfig, Positions
 from objectives import ObjectiveConfig, Pretraining, new_batch, seeded_generator
 
 NEXT_TOKENS = 20  # tokens that clm generates
-PROPOSALS = 12  # exchanges of two tokens that best_order shows to the model
+# best_order shows the PROPOSALS most promising exchanges of two tokens to the model, and makes one
+# if this raises the mean log-probability of the offsets by more than MARGIN.
+PROPOSALS, MARGIN = 12, 0.1
 TEXTS = {
     "mlm": "a text with [MASK]",
     "position": "a sentence, to be shuffled",
@@ -171,7 +173,7 @@ def offsets_log_p(encoder, objective, tokens, pos):
     return objective.head.psi(scores).float().log_softmax(-1)[0].cpu()
 
 
-def best_order(predict, pos, margin=0.0):
+def best_order(predict, pos, margin=MARGIN):
     """Exchange two tokens as long as the order then looks better to the model.
 
     predict: positions (n,) of n tokens -> log-probabilities (n, n, 2L - 1) of the offset of each
