@@ -60,8 +60,8 @@ def rounded(path):
     model = sample.load_pretraining(path)
     for name, weight in model.named_parameters():
         if not name.startswith("encoder.scheme.") and weight.dim() == 2:
-            integers, scale = page.quantize(weight.data)
-            assert (integers * scale - weight).abs().max() < weight.abs().max() / page.LEVELS
+            integers, scale = page.quantize(name, weight.data)
+            assert (integers * scale - weight).abs().max() < weight.abs().max() / 46
             weight.data = integers * scale
     return model
 

@@ -9,8 +9,8 @@ restores the order of a shuffled sentence (a run of pplm), and draws attention. 
 the page itself: its source, tools/page.html, has the encoder, its heads and the tokenizer in plain
 JavaScript. This program fills in the data:
 
-    weights     named as in the checkpoint: matrices in about 8 bits per weight (pack_rows), vectors
-                in 32 bits
+    weights     named as in the checkpoint: token embeddings in 8 bits, other matrices in 6.5 bits
+                per weight (pack), vectors in 32 bits
     tables      what the scheme adds at each position, in 32 bits. They come from the run itself,
                 so every scheme that uses only the hooks `embed` and `bias` works. rope is computed
                 in the page; vectors per offset (rel, deberta, ...) are tables of each layer
@@ -18,8 +18,8 @@ JavaScript. This program fills in the data:
 
 A 16-bit checkpoint has no optimizer state and is a sixth of the size of the run's. All
 programs that take --ckpt accept it (their results go to its folder unless --out_dir is given).
-docs/demo.pt comes from an mlm+pplm run on docs, and docs/demo.html from five runs on Wikipedia and
-books (results/README.md, "The demo").
+docs/demo.pt comes from an mlm+pplm run on Wikipedia and books, and docs/demo.html from this and
+four others (results/README.md, "The demo").
 """
 
 import base64
@@ -29,6 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import model as schemes
 from lib.config import Parser, UserError, one_line_errors
@@ -38,7 +39,6 @@ from tools.sample import MARGIN, load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
 MARK = '<script type="application/json" id="data">null</script>'
-LEVELS = 46  # the largest integer of a quantized weight: +-46 are 93 printable characters
 MAX_TOKENS = 64  # of a sentence in the page, with [CLS] and [SEP]
 TEXTS = {"docs": "the documentation of Python packages", "wikibooks": "Wikipedia and books"}
 
@@ -58,11 +58,11 @@ MEANINGS = {
     "Tupe": "adds to the attention of two tokens a learned term of their two positions",
     "TupeATieCls": "adds to the attention of two tokens a learned term of their two positions",
     "TupeFree": "adds to the attention of two tokens a learned number for their two positions",
-    "TupeR": "adds learned terms of two tokens' positions, and of their offset, to their attention",
-    "TupeRTieCls": "adds learned terms of two tokens' positions, and of their offset, to attention",
-    "TupeRFactored": "adds learned terms of two tokens' positions, and of their offset",
+    "TupeR": "lets attention also depend on where two tokens are and how far apart",
+    "TupeRTieCls": "lets attention also depend on where two tokens are and how far apart",
+    "TupeRFactored": "lets attention also depend on where two tokens are and how far apart",
     "Deberta": "compares each token with learned vectors for its offsets to the others",
-    "Rotary": "rotates queries and keys by their position, so that attention depends on the offset",
+    "Rotary": "rotates queries and keys, so that attention depends on how far apart two tokens are",
     "Alibi": "lowers the attention of two tokens in proportion to their distance",
 }
 # The page has JavaScript for the other hooks of these.
@@ -115,21 +115,27 @@ def floats(tensor):
     return base64.b64encode(tensor.numpy().astype("<f4").tobytes()).decode()
 
 
-def quantize(matrix):
-    """(n, m) -> integers (n, m) from -LEVELS to LEVELS, and a scale for each row (n, 1): the matrix
-    is about scale * integers."""
-    scale = matrix.abs().amax(1, keepdim=True).clamp(min=1e-12) / LEVELS
+def quantize(name, matrix):
+    """(n, m) -> integers (n, m), and a scale for each row (n, 1): the matrix is about scale *
+    integers. The largest integer is 46; for token embeddings, which need it, 143."""
+    largest = 143 if name.endswith("tok.weight") else 46
+    scale = matrix.abs().amax(1, keepdim=True).clamp(min=1e-12) / largest
     return (matrix / scale).round(), scale
 
 
-def pack(weight):
-    """A weight -> JSON. A matrix has one printable character per weight: chr(80 + integer). This
-    changes the losses of docs/demo.pt by less than .001."""
+def pack(name, weight):
+    """A weight -> JSON. A matrix is written in 93 printable characters, '"' to '~': one for each
+    weight (93 integers); five for four token embeddings (287 integers, since 288^4 < 93^5). This
+    changes the losses of docs/demo.html's models by .011 at most."""
     shape = list(weight.shape)
     if len(shape) != 2:
         return {"shape": shape, "floats": floats(weight)}
-    integers, scale = quantize(weight)
-    text = (integers + 80).to(torch.uint8).numpy().tobytes().decode("ascii")
+    integers, scale = quantize(name, weight)
+    digits = integers.long().flatten() + 46
+    if name == "tok.weight":
+        four = F.pad(digits + 143 - 46, (0, -len(digits) % 4)).view(-1, 4)
+        digits = (four * 288 ** torch.arange(4)).sum(1, keepdim=True) // 93 ** torch.arange(5) % 93
+    text = (digits + 34).to(torch.uint8).numpy().tobytes().decode("ascii")
     return {"shape": shape, "rows": text, "scales": floats(scale)}
 
 
@@ -197,7 +203,7 @@ def describe_run(model, args):
         "config": asdict(cfg),
         "scale": encoder.scheme.scale,
         "token_scale": encoder.scheme.token_scale,
-        "weights": {name: pack(weight) for name, weight in weights_of(model).items()},
+        "weights": {name: pack(name, weight) for name, weight in weights_of(model).items()},
         "tables": {name: floats(table) for name, table in tables_of(encoder).items()},
         "offsets": [
             {name: floats(a) for name, a in offset_vectors(encoder, layer).items()}
