@@ -13,7 +13,7 @@ import random
 
 import torch
 
-from lib.config import Parser, one_line_errors
+from lib.config import Parser, UserError, one_line_errors
 from tools import sample
 
 
@@ -56,6 +56,8 @@ def main(argv=None):
     with one_line_errors(), torch.no_grad():
         args = parser.parse_args(argv)
         model = sample.load_pretraining(args.ckpt)
+        if not {"pplm", "pplm_some"} & set(model.names):
+            raise UserError(f"{args.ckpt} was trained with {'+'.join(model.names)}, without pplm")
         with open(args.text) as handle:
             sentences = [line.strip() for line in handle]
         for half in (0, 1):
