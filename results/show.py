@@ -328,7 +328,7 @@ def draw(folder, rows):
         for file, paint in FIGURES.items():
             paint(rows).figure.savefig(folder / file)
     terms = read_json(HERE / "terms.json", runs=list)["runs"]  # of tools.probe --terms
-    title = "Here, BERT's position term hardly depends on the key; TUPE's favors the next token"
+    title = "In abs, the position term only knows [CLS] and [SEP]; TUPE's favors the next token"
     if len({run["step"] for run in terms}) > 1:
         title += "\n(abs was trained for longer, because it learns order later)"
     draw_terms(folder / "terms.png", terms, title)
@@ -401,7 +401,7 @@ def draw_ranking(rows):
 
 def draw_ranking_all(rows):
     title = (
-        "After 6 million tokens, only the schemes that are added at the input are not below none"
+        "After 6 million tokens, schemes only added at the input are not below none; all others are"
     )
     return paint_ranking(scheme_losses(rows), title, 7.4)
 
@@ -543,7 +543,7 @@ SPREADS = {
 
 def draw_spread(rows):
     title = "In runs that use the tokens (orange), the last layer's hidden states come apart again"
-    x = "step; 1 of 3: runs that use them; a dot: the tokens begin to lower the loss of pplm alone"
+    x = "step; 1 of 3: runs that use the tokens; a dot: they begin to lower the loss of pplm alone"
     grid = panels(title, x, SPREAD, (2, 4))
     for axes, (name, label) in zip(grid.flat, SPREADS.items()):
         runs = seeds(rows, f"classroom-16-{name}")
@@ -579,7 +579,7 @@ def draw_lengths(rows):
     return axes
 
 
-RACERS = {"Roberta": "RoBERTa (as abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
+RACERS = {"Roberta": "RoBERTa (abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
 
 
 def draw_race(rows):
