@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import finetune
 from lib.files import read_checkpoint
+from results import restore
 from test_all import corrupted
 from tests.conftest import one_line, run_train
 from tools import sample
@@ -99,6 +100,27 @@ def test_best_order_and_restoring(runs):
     assert "".join(words) == " " + TEXT
     assert restored.tolist() == sorted(shuffled.tolist()) == list(range(n)) != shuffled.tolist()
     assert sample.correct_pairs(restored) == math.comb(n, 2) > sample.correct_pairs(shuffled)
+
+
+def test_rates_of_restoring(runs, tmp_path, said, monkeypatch):
+    """results.restore: a model that knows the offsets restores all sentences, one that believes the
+    given positions leaves them, and one that knows wrong offsets gets them wrong."""
+    text, n = tmp_path / "text.txt", 9
+    text.write_text(f"{TEXT}\n" * 4)
+    reverse, true = torch.arange(n, 0, -1), torch.arange(1, n + 1)
+    for known, outcome in (
+        (lambda pos: true, "2 restored, 0 left, 0 wrong"),
+        (lambda pos: pos[0, 1:-1], "0 restored, 2 left, 0 wrong"),
+        (lambda pos: reverse, "0 restored, 0 left, 2 wrong"),
+    ):
+
+        def offsets_log_p(encoder, objective, tokens, pos):
+            offsets = known(pos) - known(pos)[:, None]
+            return (50.0 * F.one_hot(offsets + 15, 31)).log_softmax(-1)
+
+        monkeypatch.setattr(sample, "offsets_log_p", offsets_log_p)
+        restore.main([str(runs / "mlm+nsp+pplm+tc"), "--text", str(text)])
+        assert said().count(outcome) == 2  # even and odd lines
 
 
 @pytest.mark.parametrize("name", ["pplm", "pplm_binary"])
