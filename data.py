@@ -154,21 +154,15 @@ def write_tokens(source, parts, state, folder, dataset):
                 f"{dataset}: {meta['documents']} documents with text in them; at least 2 are "
                 "needed, one for training and one for validation"
             )
-    meta["digest"] = token_digest(folder)
-    write_json(folder / "meta.json", meta)
+    digest = hashlib.blake2b(digest_size=16)  # of all token ids: train.py ties a run to it
+    for split in ("train", "val"):
+        digest.update(np.memmap(folder / f"{split}.bin", np.uint8, "r"))
+    write_json(folder / "meta.json", meta | {"digest": digest.hexdigest()})
     print(
         f"tokens: {meta['documents']:,} documents, {meta['rows_without_text']:,} rows without text "
         f"skipped; {meta['tokens']['train']:,} tokens for training, "
         f"{meta['tokens']['val']:,} for validation"
     )
-
-
-def token_digest(folder):
-    """-> a digest of all token ids, to which train.py ties a run."""
-    digest = hashlib.blake2b(digest_size=16)
-    for split in ("train", "val"):
-        digest.update(np.memmap(folder / f"{split}.bin", np.uint8, "r"))
-    return digest.hexdigest()
 
 
 def encode(texts, encoding):
@@ -196,8 +190,6 @@ def open_corpus(folder) -> Corpus:
     """A prepared folder -> Corpus."""
     state = read_json(folder / "tokenizer.json", name=str, hash=str)
     meta = read_json(folder / "meta.json", dtype=str, vocab_size=int)
-    if "digest" not in meta:  # prepared by an earlier version
-        meta["digest"] = token_digest(folder)
     train, val = (np.memmap(folder / f"{s}.bin", meta["dtype"], "r") for s in ("train", "val"))
     return Corpus(folder, meta, state, train, val)
 

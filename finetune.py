@@ -105,9 +105,8 @@ def recipe_for(name, task, d_model):
             values["epochs"] = 10
         if task == "squad":
             values |= dict(epochs=2, length=512)
-    elif name == "tupe":
-        if task in ("mnli", "qqp", "qnli"):
-            values["epochs"] = 5
+    elif name == "tupe" and task in ("mnli", "qqp", "qnli"):
+        values["epochs"] = 5
     elif name == "taco":
         if task in ("mnli", "qqp"):
             values |= dict(epochs=6, warmup=2000)
@@ -115,9 +114,8 @@ def recipe_for(name, task, d_model):
             values["warmup"] = 200
         if task in ("cola", "stsb", "mrpc", "rte"):
             values["batch_size"] = 32
-    elif name == "bert":
-        if task == "squad":
-            values |= dict(lr=[3e-5], length=384)
+    elif name == "bert" and task == "squad":
+        values |= dict(lr=[3e-5], length=384)
     if task == "docs":
         values["epochs"] = 10
     return values
@@ -294,13 +292,11 @@ def make_model(start, name, length, seed=0):
 def load_finetuned(path):
     """finetuned-<task>.pt -> its checkpoint dictionary, Classifier in eval mode on the CPU. Raises
     UserError."""
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_start(path)
     if "task" not in checkpoint:
         raise UserError(f"{path} is not a fine-tuned model: python finetune.py makes one")
-    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
-    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
-    model = Classifier(encoder, checkpoint["task"], checkpoint["length"])
-    load_strict(model, checkpoint["model"], path)
+    model = make_model(checkpoint, checkpoint["task"], checkpoint["length"])
+    load_strict(model, checkpoint["model"], path)  # with its head
     return checkpoint, model.eval()
 
 

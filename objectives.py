@@ -642,8 +642,9 @@ class ObjectiveConfig:
                 )
             self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
         self.objective = "+".join(names)
-        if self.tc_on == "masked" and "mlm" not in names:
-            raise ValueError(f"--tc_on masked needs mlm; the objective is {self.objective}")
+        for flag, value in (("tc_on", "masked"), ("mlm_on", "all")):
+            if getattr(self, flag) == value and "mlm" not in names:
+                raise ValueError(f"--{flag} {value} needs mlm; the objective is {self.objective}")
 
 
 def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):

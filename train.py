@@ -80,7 +80,7 @@ PRESETS = {
                 grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **ADAM_98, **WEB),
     "taco": dict(n_layer=4, d_model=512, n_head=8, d_ff=2048, block_size=256, batch_size=64,
                  grad_accum=20, lr=1e-4, warmup=2500, steps=250_000, mask_rate=.15,
-                 **{**ADAM_999, "eps": 1e-8}, **WEB),
+                 **ADAM_999 | {"eps": 1e-8}, **WEB),
     "wang": dict(n_layer=8, d_model=512, n_head=8, d_ff=2048, block_size=128, batch_size=128,
                  grad_accum=1, lr=5e-5, warmup=10_000, steps=250_000, mask_rate=.15, **ADAM_999,
                  **WEB),
@@ -94,7 +94,8 @@ PRESETS = {
 # --grad_accum, `identity` in train() holds what must not change.
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile detect_anomaly log_every "
-    "eval_every keep_every grad_accum dataset text_column books_dataset tokenizer".split()
+    "eval_every keep_every grad_accum dataset text_column books_dataset tokenizer "
+    "max_len attn_dropout".split()  # these two follow from others
 )
 
 
@@ -209,7 +210,8 @@ def initialize(model, args, sources, tokenizer_hash):
             raise UserError(f"{path} was trained with a different tokenizer from the data's")
     if args.init_from:
         changes = warm_start(model, sources[args.init_from], args.init_from)
-        lines.append(f"--init_from {args.init_from}: {len(changes.pop('loaded'))} tensors loaded")
+        n_loaded = len(changes.pop("loaded"))
+        lines.append(f"--init_from {args.init_from}: {n_loaded} tensors loaded")
         lines += [f"  {what}: {', '.join(names) or 'none'}" for what, names in changes.items()]
     if args.init_embeddings:
         weight = sources[args.init_embeddings]["model"]["encoder.tok.weight"]
@@ -229,7 +231,7 @@ def train(args, argv):
     # ---- device and processes: torchrun sets RANK and WORLD_SIZE; several nodes need a shared disk
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device, run = pick_device(args.device), RunFolder(args.out_dir, args.resume)
-    dtype, reason = pick_dtype(device, args.dtype or run.dtype(device))
+    dtype, reason = pick_dtype(device, args.dtype)
     amp = autocast(device, dtype)
     starts = [] if run.checkpoint else filter(None, (args.init_from, args.init_embeddings))
     sources = {path: read_checkpoint(path) for path in starts}  # of a new run only
@@ -271,6 +273,7 @@ def train(args, argv):
         lines = [f"resumed at step {step}"]
     else:
         step, lines = 0, initialize(model, args, sources, corpus.meta["tokenizer_hash"])
+        sources.clear()  # frees their memory
     net = model  # the same weights, compiled or in DDP
     if world > 1:
         device_ids = [device.index] if device.type == "cuda" else None

@@ -37,12 +37,13 @@ def compute_baselines(model, corpus) -> dict:
 
     An objective that is not listed here has none. Takes a few seconds for position objectives.
     """
-    found, config = {}, model.encoder.config
+    baselines, config = {}, model.encoder.config
     for name, part in model.objectives.items():
+        own = {}
         if name in ("mlm", "clm"):
             n_means = 2 if part.cfg.mlm_on == "all" else 1
             n = config.cls_id  # ordinary tokens: the special ones have the last ids
-            unigram = unigram_entropy(corpus, n)
+            unigram = entropy(np.bincount(corpus.train[:10_000_000])[:n])
             own = {"uniform": n_means * math.log(n), "unigram": n_means * unigram}
         elif name in ("tc", "nsp"):
             own = {"constant": math.log(1 + part.cfg.tc_negatives if name == "tc" else 2)}
@@ -51,11 +52,9 @@ def compute_baselines(model, corpus) -> dict:
             values = position_baselines(L, part.cfg.pos_rate)
             own = {"uniform": math.log(2 if name == "pplm_binary" else 2 * L - 1)}
             own |= {key: values[key] for key in POSITION_BASELINES[name]}
-        else:
-            own = {}
         prefix = f"{name}." if len(model.objectives) > 1 else ""
-        found |= {prefix + key: value for key, value in own.items()}
-    return found
+        baselines |= {prefix + key: value for key, value in own.items()}
+    return baselines
 
 
 def beaten(objective, loss, baselines):
@@ -66,11 +65,6 @@ def beaten(objective, loss, baselines):
         if prefix in ("", objective) and loss < value:
             own[key] = value
     return min(own.items(), key=lambda pair: pair[1], default=None)
-
-
-def unigram_entropy(corpus, n):
-    """Nats per ordinary token (ids below n), from the first ten million training tokens."""
-    return entropy(np.bincount(corpus.train[:10_000_000])[:n])
 
 
 @functools.cache

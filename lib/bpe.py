@@ -152,8 +152,6 @@ def word_characters(tokenizer, vocab_size):
     as that character; and a character whose first byte is a token of its own, E0, begins a word,
     also in Devanagari or Tamil.)
     """
-    if tokenizer is None:
-        raise ValueError("--whole_word needs the encoder's tokenizer, to know what begins a word")
     inside = torch.zeros(2, vocab_size, dtype=torch.bool)
     for i in range(vocab_size - len(SPECIALS)):
         token = tokenizer.decode_single_token_bytes(i)

@@ -139,10 +139,8 @@ def peak_memory_mb(device):
 
 
 def git_commit():
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
-        git = ["git", "rev-parse", "HEAD"]
-        return subprocess.run(
-            git, cwd=Path(__file__).parent, capture_output=True, text=True
-        ).stdout.strip()
-    except OSError:
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:  # git is not installed
         return ""

@@ -200,22 +200,22 @@ def find_files(task, name, data_dir, split):
     A missing file is reported in one line. Raises UserError if it is the training file or the first
     one to score.
     """
-    found, is_test = {}, split == "test"
+    files, is_test = {}, split == "test"
     for key, part in {"train": {"": "train"}, "dev": task.dev, "test": task.test}[split].items():
-        key = key or task.folder if is_test else name + key
+        key = (key or task.folder) if is_test else name + key
         path = Path(data_dir or "", task.folder, task.file(part))
         if task.kind == "span" and not path.exists():
             path = Path(data_dir or "", task.file(part))  # SQuAD's files may be in data_dir itself
         if data_dir is None:
-            found[key] = part
+            files[key] = part
         elif path.exists():
-            found[key] = path
-        elif is_test or found:
+            files[key] = path
+        elif is_test or files:
             print(f"{key}: {path} does not exist, left out")
         else:
-            files = ", ".join(map(task.file, ("train", *task.dev.values())))
-            raise UserError(f"{path} does not exist; the files of {name} are {files}")
-    return found
+            known = ", ".join(map(task.file, ("train", *task.dev.values())))
+            raise UserError(f"{path} does not exist; the files of {name} are {known}")
+    return files
 
 
 def read_split(task, name, data_dir, split):

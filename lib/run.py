@@ -41,11 +41,6 @@ class RunFolder:
         elif resume:
             print(f"--resume: there is no checkpoint in {path}, so this run starts at step 0")
 
-    def dtype(self, device):
-        """The name of the dtype with which the run began on this kind of device, or None."""
-        kind, dtype = self.checkpoint["precision"] if self.checkpoint else (None, None)
-        return dtype if kind == device.type else None
-
     def load(self, identity, model, optimizer, scaler):
         """Load the state of the checkpoint -> its step. Raises UserError if `identity`, the
         dictionary of what determines the result, differs from the checkpoint's."""

@@ -43,18 +43,18 @@ def warm_start(module, checkpoint, path) -> dict:
             f"{path} was trained on sequences of {old_len} tokens: --block_size must be at least "
             f"{old_len}, not {new['max_len']}"
         )
-    done = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
+    changes = {"loaded": [], "grown": [], "new": [], "dropped": sorted(given.keys() - own.keys())}
     for key, target in own.items():
         sizes = list(zip(given[key].shape, target.shape)) if key in given else []
         if key in given and given[key].shape == target.shape:
             target.copy_(given[key])
-            done["loaded"].append(key)
+            changes["loaded"].append(key)
         elif added and sizes and all(b - a in (0, added, 2 * added) for a, b in sizes):
             grow(target, given[key], old_len, added)
-            done["grown"].append(key)
+            changes["grown"].append(key)
         else:  # not in the checkpoint, or a head with other classes
-            done["new"].append(key)
-    return done
+            changes["new"].append(key)
+    return changes
 
 
 def grow(target, trained, old_len, added):

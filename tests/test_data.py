@@ -168,20 +168,6 @@ def test_every_token_is_a_word_in_scripts_without_spaces(corpus):
             assert tokens == [inside] + [True] * (len(tokens) - 1), character
 
 
-def test_digest(corpus, tmp_path):
-    """The digest tells texts with the same number of tokens apart. A folder that was prepared
-    before there was one gets the same."""
-    folder = shutil.copytree(corpus.folder, tmp_path / "copy")
-    meta = json.loads((folder / "meta.json").read_text())
-    assert meta.pop("digest") == corpus.meta["digest"]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    assert data.open_corpus(folder).meta == corpus.meta
-    tokens = corpus.val.copy()
-    tokens[5:7] = tokens[6], tokens[5]
-    tokens.tofile(folder / "val.bin")
-    assert data.open_corpus(folder).meta["digest"] != corpus.meta["digest"]
-
-
 def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, said):
     """A folder without meta.json, which is written last, is prepared again. Of two processes that
     do so at once, one makes the files, and the other waits for it."""
