@@ -122,7 +122,6 @@ class Positions:
 
     def __init__(self, ids):
         self.ids = torch.atleast_2d(ids)  # (L,) -> (1, L), shared by the batch
-        self._offset_rows = None
 
     @classmethod
     def of(cls, tokens, pos=None):
@@ -147,10 +146,8 @@ class Positions:
     @property
     def offset_rows(self):
         """(1 or B, L, L): the row of each pair in a table of N_OFFSETS rows."""
-        if self._offset_rows is None:  # computed once for all layers
-            clipped = self.offsets.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-            self._offset_rows = torch.where(self.masked_pairs, N_OFFSETS - 1, clipped)
-        return self._offset_rows
+        clipped = self.offsets.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
+        return torch.where(self.masked_pairs, N_OFFSETS - 1, clipped)
 
     def table_rows(self, max_len: int):
         """(1 or B, L): the row of each token in a table of max_len + 1 rows: one per position, and

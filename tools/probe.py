@@ -358,7 +358,8 @@ def draw(file, panels):
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     for number, panel in enumerate(panels, 1):
-        ax = figure.add_subplot(rows, columns, number, title=panel["title"])
+        ax = figure.add_subplot(rows, columns, number)
+        ax.set_title(panel["title"], size=10)
         if "curves" in panel:
             ax.set(**{name: panel[name] for name in panel.keys() & {"xlabel", "ylabel", "yscale"}})
             for name, (x, y) in panel["curves"].items():
@@ -383,6 +384,8 @@ def draw(file, panels):
         bar = figure.colorbar(image, ax=figure.axes, location="bottom", shrink=0.6, aspect=50)
         bar.set_ticks([*ticks], labels=[*ticks.values()])
         bar.set_label("attention of a query (row) to a key (column), relative to uniform attention")
+        title = "Attention of layer 1 between identical tokens, which differ in nothing but their positions"
+        figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
     figure.savefig(file, dpi=200)
 
 
@@ -668,7 +671,7 @@ def compare_runs(patterns, out_dir, device):  # --runs
             "scores": task_scores(folder, step),
         }
         loss = val_loss if numbers["mlm"] is None else numbers["mlm"]
-        title = numbers["pe"] if loss is None else f"{numbers['pe']}  {loss:.2f}"
+        title = numbers["pe"] if loss is None else f"{numbers['pe']}: loss {loss:.2f}"
         runs.append((run, attention_map(title, A)))
     if not runs:
         raise UserError(f"{' '.join(patterns)}: no folder with a readable ckpt.pt")
