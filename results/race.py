@@ -23,7 +23,7 @@ import train
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import autocast, keep_memory, pick_device, pick_dtype, processor_name
 from lib.files import read_json, write_json
-from tools.hf import SIZES, transformers
+from tools.hf import their_sizes, transformers
 
 FILE = Path(__file__).with_name("bench-race.json")
 WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
@@ -52,10 +52,8 @@ class Peer(nn.Module):
     def __init__(self, name, ours):
         super().__init__()
         cfg, self.corrupt = ours.encoder.config, ours.corrupt
-        sizes = {theirs: getattr(cfg, mine) for mine, theirs in SIZES.items()}
         model_class = getattr(transformers, name)
-        max_len = cfg.max_len + 2  # RoBERTa's positions start at 2
-        config = model_class.config_class(**sizes, max_position_embeddings=max_len, **PEERS[name])
+        config = model_class.config_class(**their_sizes(cfg), **PEERS[name])
         self.theirs = model_class(config)
         self.theirs.config.pad_token_id = None
         for module in self.theirs.modules():

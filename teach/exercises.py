@@ -245,21 +245,17 @@ def copy_files(folder, *patterns):
 
 
 def make_copy(name, folder):
-    """Write the project without the methods of an exercise to a new folder, which appears only when
-    it is complete. Raises UserError, OSError."""
+    """Write the project without the methods of an exercise to a new folder. Raises UserError,
+    OSError."""
     exercise = find_exercise(name)
     if folder.exists():
         raise UserError(f"{folder} exists already: give another folder, or delete it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".") as temporary:
-        unfinished = Path(temporary, folder.name)
-        copy_files(unfinished, *CORE)
-        source = (ROOT / exercise.file).read_text()
-        for method in exercise.methods:
-            source = blank(source, method, exercise)
-        (unfinished / exercise.file).write_text(source)
-        (unfinished / "exercise.json").write_text(json.dumps({"exercise": name}) + "\n")
-        unfinished.rename(folder)
+    copy_files(folder, *CORE)
+    source = (ROOT / exercise.file).read_text()
+    for method in exercise.methods:
+        source = blank(source, method, exercise)
+    (folder / exercise.file).write_text(source)
+    (folder / "exercise.json").write_text(json.dumps({"exercise": name}) + "\n")
 
 
 def find_function(source, name):

@@ -103,6 +103,7 @@ def test_local_files(tmp_path, monkeypatch):
         names += [sources.find_source("a/**/*", "text", "").name for _ in range(2)]
         os.replace(tmp_path / "new", files[0])
     assert names[::2] == names[1::2] and len({*names}) == 4
+    assert sources.find_source("a/**/*", "title", "").name not in names  # another column
 
 
 def test_docs_corpus(tmp_path, monkeypatch):
@@ -196,10 +197,3 @@ def test_data_as_a_program(tmp_path, monkeypatch, said):
     (folder,) = (tmp_path / "my cache").iterdir()
     assert documents_in(data.prepare(str(folder), "bpe", "nowhere"), "val") == ["t1"]
     refuses("prepared with --tokenizer bpe", data.prepare, str(folder), "gpt2", "")
-
-
-def test_another_column_is_another_corpus(corpus_file, cache, corpus):
-    """The same file with another --text_column is prepared anew."""
-    titles = data.prepare(corpus_file, "bpe", cache, text_column="title")
-    assert titles.folder != corpus.folder and titles.meta["digest"] != corpus.meta["digest"]
-    assert titles.meta["characters"] < corpus.meta["characters"]

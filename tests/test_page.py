@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from data import validation_sequences
 from finetune import make_model, read_start
-from tests.conftest import one_line, weights
+from test_all import pretraining
+from tests.conftest import one_line, refuses, weights
 from tools import page, sample
 from tools.gif import Browser
 
@@ -219,10 +220,6 @@ def test_wrong_input_is_one_line(make_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(page, "COMPUTED", ())
     for arguments, message in (
         (["page.html"], "no checkpoint under out/"),
-        ([make_run("rel", "--pe abs+rel_k"), "page.html"], "cannot run --pe abs+rel_k, only none"),
-        ([make_run("pmlm", "--objective pmlm"), "page.html"], "this is pmlm"),
-        ([make_run("clm", "--objective clm"), "page.html"], "clm is causal"),
-        ([make_run("last", "--pair_layer last"), "page.html"], "no --pair_layer last"),
         (["tuned.pt", "page.html"], "is fine-tuned"),
         ([fine, "nowhere/page.html"], "nowhere/page.html"),
         ([fine, str(page.SOURCE)], "would be overwritten"),
@@ -231,3 +228,10 @@ def test_wrong_input_is_one_line(make_run, tmp_path, monkeypatch, capsys):
     ):
         assert message in one_line(capsys, page.main, arguments)
     assert not (tmp_path / "page.html").exists()
+    for objective, pe, change, message in (
+        ("mlm", "abs+rel_k", {}, "no JavaScript for RelativeKeys.scores"),
+        ("pmlm", "t5", {}, "this is pmlm"),
+        ("clm", "t5", {}, "clm is causal"),
+        ("pplm", "abs", {"pair_layer": "last"}, "no --pair_layer last"),
+    ):
+        refuses(message, page.check, "run", pretraining(objective, pe, **change))

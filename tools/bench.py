@@ -42,7 +42,7 @@ from lib.device import (
     processor_name,
 )
 from lib.files import write_json
-from model import SCHEMES
+from model import PE_NAMES
 from objectives import MLM, OBJECTIVES
 
 WARMUP = 3  # steps that are not timed
@@ -91,17 +91,12 @@ def build(v, args):
 
 def build_peer(cfg):
     """EncoderConfig -> RobertaForMaskedLM of the same size."""
-    from tools.hf import SIZES as NAMES  # not at the top: it takes seconds and memory
-    from tools.hf import transformers
+    from tools.hf import their_sizes, transformers  # not at the top: takes seconds and memory
 
     if transformers is None:
         raise UserError("--peer needs transformers: pip install -r requirements-dev.txt")
-    sizes = {theirs: getattr(cfg, ours) for ours, theirs in NAMES.items()}
     config = transformers.RobertaConfig(
-        **sizes,
-        max_position_embeddings=cfg.max_len + 2,  # positions start at 2
-        type_vocab_size=1,
-        attn_implementation="sdpa",
+        **their_sizes(cfg), type_vocab_size=1, attn_implementation="sdpa"
     )
     return transformers.RobertaForMaskedLM(config)
 
@@ -261,10 +256,9 @@ def agree(variants, args):
 
 def measurements(args):
     """-> an iterator of rows. Raises UserError before anything is measured."""
-    names = {}
-    for name, components in SCHEMES.items():
-        names.setdefault(tuple(components), name)  # an alias would be measured twice
-    pes = list(names.values()) if args.pe == "all" else args.pe.split(",")
+    pes = args.pe.split(",")
+    if args.pe == "all":
+        pes = [pe for pe in PE_NAMES if pe not in ("bert_a", "bert_r")]  # without aliases
     objectives = args.objective.split(",")
     if args.objective == "all":
         objectives = [*OBJECTIVES, "mlm_full"]
@@ -275,7 +269,6 @@ def measurements(args):
         raise UserError("--peer takes one scheme and one objective, and no --agree")
     compiling = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
     if True in compiling and not can_compile(args.device):
-        print("not compiled: there is no compiler here")
         compiling = [False]
     variants = [Variant(*pair, compiling[0]) for pair in itertools.product(pes, objectives)]
     for v in variants:

@@ -47,8 +47,7 @@ class Browser:
         self.session = self.session["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        self.theme(dark)
-        self.resize(width, height)
+        self.resize(840, 700)
         self.call("Page.navigate", url=Path(file).resolve().as_uri())
         self.run("document.readyState === 'complete' ? 0 : new Promise((f) => (onload = f))")
 
@@ -71,7 +70,10 @@ class Browser:
     def receive(self):
         """-> the next message."""
         while b"\0" not in self.rest:
-            self.rest += os.read(self.input, 1 << 20)
+            received = os.read(self.input, 1 << 20)
+            if not received:
+                raise UserError("the browser has ended")
+            self.rest += received
         message, self.rest = self.rest.split(b"\0", 1)
         return json.loads(message)
 
@@ -84,17 +86,13 @@ class Browser:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def theme(self, dark):
-        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[feature])
-
     def resize(self, width, height):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    def screenshot(self, **options):
+    def screenshot(self):
         """-> what is visible, as an image."""
-        data = self.call("Page.captureScreenshot", format="png", **options)["data"]
+        data = self.call("Page.captureScreenshot", format="png")["data"]
         return Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
 
     def close(self):

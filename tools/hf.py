@@ -15,8 +15,8 @@ sin and lsin are exported as tables of max_len positions. RoBERTa was trained on
 A </s></s> B, while the programs here write a single [SEP] between A and B (deviation).
 """
 
+import json
 import os
-import re
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -66,6 +66,12 @@ ROBERTA = {
     "tie_word_embeddings": True,
 }
 SPECIALS = dict(cls_token="[CLS]", pad_token="[PAD]", sep_token="[SEP]", mask_token="[MASK]")
+
+
+def their_sizes(cfg):
+    """EncoderConfig -> the sizes of a model of transformers. RoBERTa's positions start at 2."""
+    sizes = {theirs: getattr(cfg, ours) for ours, theirs in SIZES.items()}
+    return sizes | {"max_position_embeddings": cfg.max_len + 2}
 
 
 def linears_and_norms(net):
@@ -163,7 +169,6 @@ def import_run(source, run):
         "args": asdict(objective) | {"dataset": source, "cache": "cache"},
         "command": shlex.join(["python", "-m", "tools.hf", "import", source, str(run)]),
         "identity": {"imported from": source},  # so that it cannot be resumed
-        "precision": ["", ""],
         "step": 0,
         "data": {"dataset": source},
         "tokenizer": arguments,
@@ -191,8 +196,7 @@ def new_model(run, encoder, checkpoint):
             f"{run}, --pe {cfg.pe}: transformers has no such model. Schemes to export: "
             f"{', '.join(ARCHITECTURES)}; not clm or --norm pre, nor rope or SQuAD if fine-tuned"
         )
-    config = ROBERTA | {name: getattr(cfg, ours) for ours, name in SIZES.items()}
-    config |= {"model_type": kinds[0], "max_position_embeddings": cfg.max_len + 2}
+    config = ROBERTA | their_sizes(cfg) | {"model_type": kinds[0]}
     if encoder.scheme.token_scale != 1:  # sin, lsin scale the input embeddings only, so untie them
         config["tie_word_embeddings"] = False
     if task:
@@ -270,25 +274,18 @@ def write_tokenizer(folder, vocab, max_len):
 
 
 def model_card(run, checkpoint):
-    """-> README.md: what the model was trained on, with which command, and its scores."""
-    row = checkpoint.get("row")
-    if row:  # fine-tuned
-        trained_on, scores = row["task"], [row]
-        ckpt = re.sub(r"(?<=^scratch), .*|(?<=\.pt) \(\w+\)$", "", row["ckpt"])
-        flags = {"task": row["task"], "ckpt": ckpt, "limit_train": row["n_train"]}
-        flags |= {name: row[name] for name in ("recipe", "lr", "epochs", "batch_size", "length")}
-        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-        command = shlex.join(["python", "finetune.py", *words])
+    """-> README.md: what the model was trained on, and its scores."""
+    if "row" in checkpoint:  # fine-tuned
+        command, scores = "python finetune.py, with the values below", [checkpoint["row"]]
     else:
-        trained_on, command = checkpoint["args"]["objective"], checkpoint["command"]
         folder = run if os.path.isdir(run) else os.path.dirname(run)
-        scores = read_jsonl(os.path.join(folder, "results.jsonl"))
-    lines = [f"- {row['task']}, seed {row['seed']}: {row['metrics']}\n" for row in scores]
+        command, scores = checkpoint["command"], read_jsonl(os.path.join(folder, "results.jsonl"))
+    lines = [f"- {json.dumps(row)}\n" for row in scores]
     return f"""---
 library_name: transformers
 ---
-Positional scheme: {checkpoint["config"]["pe"]}. Trained on: {trained_on},
-{checkpoint["step"]} steps, data {checkpoint["data"]["dataset"]}.
+Positional scheme: {checkpoint["config"]["pe"]}. Pre-training: {checkpoint["step"]} steps,
+data {checkpoint["data"]["dataset"]}.
 
     {command}
 

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from data import validation_sequences
-from lib.config import Parser, UserError, one_line_errors
+from lib.config import Parser, UserError, between, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
-from model import Absolute, TupeFree, UntiedPositions
 from objectives import new_batch, seeded_generator
 from tools.probe import add_run_flags, output_folder, print_table, run_corpus, write_numbers
 from tools.sample import load_pretraining
@@ -25,22 +24,18 @@ TEXT_TOKENS = 65_536  # tokens of the validation text that are used
 
 def parse_lengths(text):
     """'64,128' -> [64, 128]."""
-    numbers = sorted({int(x) if x.strip().isdecimal() else 0 for x in text.split(",")})
-    if numbers[0] < 4:
-        raise UserError("--lengths takes numbers of at least 4, such as 64,128,256")
-    return numbers
+    return sorted(set(map(between(int, "[4, 1e5]"), text.split(","))))
 
 
 def check_length(encoder, longest):
     """Raise UserError if the encoder has a table of positions that is too short."""
-    cfg, tables = encoder.config, (Absolute, UntiedPositions, TupeFree)
-    has_table = any(isinstance(part, tables) for part in encoder.scheme.modules())
-    if has_table and longest > cfg.max_len:
+    try:
+        encoder(torch.zeros(1, longest, dtype=torch.long))
+    except ValueError as error:
         raise UserError(
-            f"--lengths {longest}: the position table of pe {cfg.pe} ends at {cfg.max_len}; to "
-            "extend it, train a few more steps with the run's own flags and --init_from RUN "
-            f"--block_size {longest} --out_dir NEW"
-        )
+            f"--lengths {longest}: {error}; to extend it, train a few more steps with the run's "
+            f"own flags and --init_from RUN --block_size {longest} --out_dir NEW"
+        ) from None
 
 
 def masked_text(corpus, mlm, longest):
@@ -75,12 +70,12 @@ def losses_by_position(model, text, length):
 def main(argv=None):
     with one_line_errors():
         parser = Parser("-m tools.lengths", __doc__)
-        lengths = "tokens per sequence, such as 64,128,256"
-        parser.add_argument("--lengths", required=True, help=lengths)
+        tokens = "tokens per sequence, such as 64,128,256"
+        parser.add_argument("--lengths", required=True, type=parse_lengths, help=tokens)
         add_run_flags(parser, "lengths")
         args = parser.parse_args(argv)
         keep_memory()
-        lengths, path = parse_lengths(args.lengths), args.ckpt or newest_run()
+        lengths, path = args.lengths, args.ckpt or newest_run()
         model = load_pretraining(path)
         if "mlm" not in model.objectives:
             raise UserError(

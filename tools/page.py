@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import model as schemes
 from lib.config import Parser, UserError, one_line_errors
 from lib.files import atomic_write, newest_run, read_checkpoint, write_checkpoint
-from model import PE_NAMES, Component, Positions, parse_pe
+from model import Component, Positions, parse_pe
 from tools.sample import MARGIN, load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
@@ -74,23 +74,13 @@ COMPUTED += ("LearnedRelativeSinusoidal", "Deberta")
 # What the page can run
 
 
-def can_show(pe):
-    """Whether the page can compute a scheme: its components use only the hooks `embed` and `bias`,
-    or are known to it."""
-    other_hooks = ("edit_qk", "scores", "values")
-    return all(
-        component.__name__ in COMPUTED
-        or all(getattr(component, hook) is getattr(Component, hook) for hook in other_hooks)
-        for component in parse_pe(pe)
-    )
-
-
 def check(path, model):
     """Raise UserError if the page cannot compute the model."""
-    pe = model.encoder.config.pe
-    if not can_show(pe):
-        names = ", ".join(filter(can_show, PE_NAMES))
-        raise UserError(f"{path}: a page cannot run --pe {pe}, only {names} and their sums")
+    for part in parse_pe(model.encoder.config.pe):
+        for hook in ("edit_qk", "scores", "values"):
+            known = part.__name__ in COMPUTED or getattr(part, hook) is getattr(Component, hook)
+            if not known:
+                raise UserError(f"{path}: a page has no JavaScript for {part.__name__}.{hook}")
     if model.causal:
         raise UserError(f"{path}: clm is causal, and a page runs bidirectional models only")
     if not {"mlm", "pplm", "pplm_some"} & set(model.names):
@@ -223,8 +213,8 @@ def page_text(paths, args):
         if tokens not in tokenizers:
             tokenizers.append(tokens)
         runs.append(describe_run(model, args) | {"tokenizer": tokenizers.index(tokens)})
-    page = {"runs": runs, "tokenizers": tokenizers, "restores": args.restores}
-    data = json.dumps(page | {"margin": args.margin})
+    page = {"runs": runs, "tokenizers": tokenizers, "restores": args.restores, "margin": MARGIN}
+    data = json.dumps(page)
     data = data.replace("</", r"<\/").replace("<!", r"<\u0021")  # "</script>" ends the data
     return SOURCE.read_text(encoding="utf-8").replace(MARK, MARK.replace("null", data))
 
@@ -248,13 +238,6 @@ def main(argv=None):
             "--text", default="your text", help="what runs on files were trained on"
         )
         parser.add_argument("--restores", help="how well order is restored: 'about 6 of 10 swaps'")
-        parser.add_argument(
-            "--margin",
-            type=float,
-            default=MARGIN,
-            help="exchange two words only if this raises the mean log-probability of the offsets "
-            "by more",
-        )
         args = parser.parse_args(argv)
         file, runs = Path(args.file), args.runs or [newest_run()]
         if file.suffix not in (".html", ".pt") or file.is_dir() or not file.parent.is_dir():

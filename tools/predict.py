@@ -42,15 +42,12 @@ def score_and_predict(path, args):
     name, out_dir = model.name, Path(args.out_dir or os.path.dirname(path))
     if args.task not in (None, name):
         raise UserError(f"{path} is fine-tuned on {name}, not on {args.task}")
-    task, tests = TASKS[name], {}
-    if name == "docs":  # has no test set
+    task = TASKS[name]
+    if name == "docs":
         _, dev = read_docs(args.cache)
     else:
         dev = read_split(task, name, args.data_dir, "dev")
-    if task.kind == "span":
-        tests = dev
-    elif name != "docs":
-        tests = read_split(task, name, args.data_dir, "test")
+    tests = dev if task.kind == "span" else read_split(task, name, args.data_dir, "test")
     if name == "mnli":
         tests |= read_split(AX, "ax", args.data_dir, "test")
 

@@ -134,16 +134,16 @@ def indicators(A):
 
 
 @torch.no_grad()
-def attention_logits(encoder, tokens, layer=0, pos=None, pad=None, causal=False):
-    """The attention logits of a block, before the softmax; layer 0 to n_layer - 1, the other
-    arguments are those of Encoder.forward -> (B, H, L, L)."""
-    pos = Positions(torch.arange(tokens.size(1), device=tokens.device) if pos is None else pos)
+def attention_logits(encoder, tokens, layer=0, causal=False):
+    """The attention logits of a block, before the softmax; layer 0 to n_layer - 1
+    -> (B, H, L, L)."""
+    pos = Positions.of(tokens)
     if layer == 0:  # without the other blocks, which would take most of the time
         x = encoder.embed(tokens, pos)
     else:
-        x = encoder.hidden_states(tokens, pos, pad, causal)[layer]
+        x = encoder.hidden_states(tokens, pos, causal=causal)[layer]
     q, k, _ = encoder.blocks[layer].heads(x)
-    return encoder.logits(q, k, pos, layer, pad, causal)
+    return encoder.logits(q, k, pos, layer, causal=causal)
 
 
 def probe_words(encoder, n=300):
@@ -384,7 +384,7 @@ def draw(file, panels):
         bar = figure.colorbar(image, ax=figure.axes, location="bottom", shrink=0.6, aspect=50)
         bar.set_ticks([*ticks], labels=[*ticks.values()])
         bar.set_label("attention of a query (row) to a key (column), relative to uniform attention")
-        title = "Attention of layer 1 between identical tokens, which differ in nothing but their positions"
+        title = "Attention of layer 1 between identical tokens that differ only in their positions"
         figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
     figure.savefig(file, dpi=200)
 
@@ -644,12 +644,8 @@ def correlations(runs, names=INDICATORS):
 def compare_runs(patterns, out_dir, device):  # --runs
     """Print the indicators (Wang 2021, table 2) and losses of runs and the correlations with their
     task scores; draw their maps side by side. Raises UserError."""
-    folders, runs = set(), []
-    for pattern in patterns:
-        pattern = os.path.expanduser(f"{pattern}/ckpt.pt")
-        # A folder's name may contain brackets.
-        files = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))
-        folders |= {Path(file).parent for file in files}
+    globs = [os.path.expanduser(f"{pattern}/ckpt.pt") for pattern in patterns]
+    folders, runs = {Path(file).parent for x in globs for file in glob.glob(x)}, []
     for folder in sorted(folders):
         try:
             model, _, A, numbers = examine(folder, device)
@@ -781,13 +777,10 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
         table.append({"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)})
         spreads = token_spread(encoder, tokens.to(device), model.causal)
         table[-1] |= {f"spread {layer}": x for layer, x in enumerate(spreads)}
-        maps = [
-            attention_logits(encoder, tokens[:16].to(device), layer, causal=model.causal).softmax(
-                -1
-            )
-            for layer in range(cfg.n_layer)
-        ]
-        table[-1]["entropy"] = float(torch.special.entr(torch.stack(maps)).sum(-1).mean())
+        first, causal = tokens[:16].to(device), model.causal
+        logits = [attention_logits(encoder, first, layer, causal) for layer in range(cfg.n_layer)]
+        A = torch.stack(logits).softmax(-1)  # (n_layer, B, H, L, L)
+        table[-1]["entropy"] = float(torch.special.entr(A).sum(-1).mean())
         if pairs:
             table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
     steps, *columns = zip(*(row.values() for row in table))

@@ -15,8 +15,6 @@ pplm, pplm_some, pmlm    a sentence                   shuffled, then restored fr
 pplm_binary              a sentence                   confidence in each token's position
 clm                      the beginning of a text      its continuation
 nsp                      'one part ||| another'       probability that the second follows
-tc                       'one text ||| another'       similarity of the context's contribution
-                                                      within and across the texts
 a task (finetune.py)     one text, or 'one ||| two'   predictions with probabilities
 """
 
@@ -28,7 +26,6 @@ from functools import partial
 
 import tiktoken
 import torch
-import torch.nn.functional as F
 
 from finetune import LIBRARY_NAMES, TASKS, load_finetuned, rank
 from lib.config import Parser, UserError, one_line_errors, pick_fields
@@ -47,7 +44,6 @@ TEXTS = {
     "position": "a sentence, to be shuffled",
     "clm": "the beginning of a text",
     "nsp": "'one part ||| another'",
-    "tc": "'one text ||| another'",
 }
 
 
@@ -69,10 +65,7 @@ def load_pretraining(path) -> Pretraining:
     encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
     args = Namespace(**checkpoint["args"])
     model = Pretraining(encoder, pick_fields(ObjectiveConfig, args))
-    # Earlier versions had a table for the pair head's layer even without a pair head.
-    own, extra = model.state_dict(), f".layers.{encoder.config.n_layer}."
-    weights = {k: v for k, v in checkpoint["model"].items() if k in own or extra not in k}
-    load_strict(model, weights, path)
+    load_strict(model, checkpoint["model"], path)
     model.run_info = {k: v for k, v in checkpoint.items() if k not in ("model", "optimizer")}
     return model.requires_grad_(False).eval()
 
@@ -130,20 +123,6 @@ def continue_text(encoder, clm, text):
         logits = clm.token_logits(encoder, last)[..., : encoder.config.cls_id]
         tokens = torch.cat((tokens, logits.argmax(-1)), 1)
     return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
-
-
-def context_similarity(model, texts):
-    """The mean cosine of g = h - e (tc: hidden state minus embedding) for two tokens of the same
-    text, and for two tokens of different texts."""
-    encoder, g = model.encoder, []
-    for text in texts:
-        tokens = encode(encoder, text)
-        hidden = encoder(tokens, causal=model.causal)
-        positions = Positions(torch.arange(tokens.size(1)))
-        e = model.objectives["tc"].embedding(encoder, {"tokens": tokens, "positions": positions})
-        g.append(F.normalize((hidden - e)[0, 1:-1], dim=-1))  # (n, C)
-    within = [((x @ x.T).sum(1) - 1) / (len(x) - 1) for x in g]  # without the token itself
-    return float(torch.cat(within).mean()), float((g[0] @ g[1].T).mean())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,10 +244,6 @@ def print_sample(model, text):
     elif "|||" in text and "nsp" in heads:
         p = heads["nsp"].classify(encoder(encode(encoder, *parts))).softmax(-1)[0, 0]
         print(f"probability that the second part follows the first: {p:.3f}")
-    elif "|||" in text and "tc" in heads:
-        within, across = context_similarity(model, parts)
-        print("mean cosine of what the context contributes to two tokens:")
-        print(f"of the same text {within:.3f}, of different texts {across:.3f}")
     elif "|||" in text or "[MASK]" in text or not (position or "clm" in heads):
         raise UserError(f"this model ({'+'.join(model.names)}) takes {accepted_texts(model)}")
     elif "clm" in heads:
