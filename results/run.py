@@ -59,7 +59,7 @@ RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
 ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
 
 
-class CommandFailed(Exception):
+class CommandFailed(OSError):  # as a broken disk, it ends in one line, if nothing catches it
     """A command of a run has failed; the other runs may still succeed."""
 
 
