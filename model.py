@@ -940,7 +940,8 @@ def parse_pe(pe: str) -> list:
             )
         for component in SCHEMES[name]:
             if not component.combinable:
-                raise ValueError(f"--pe {pe}: {name} cannot be part of a sum")
+                reason = "its scale or its reset of [CLS] is defined for its own terms"
+                raise ValueError(f"--pe {pe}: {name} cannot be part of a sum: {reason}")
             if component in components:
                 raise ValueError(f"--pe {pe}: {name} repeats a part of the sum")
             components.append(component)

@@ -180,6 +180,9 @@ def main(argv=None):
         given, more = parser.parse_known_args(argv)
         if transformers is None:
             raise UserError("this needs transformers: pip install -r requirements-dev.txt")
+        schemes = given.pe.split(",")
+        for pe in schemes:  # only checks them
+            train.parse_args([*more, "--pe", pe])
         args = train.parse_args(more)
         for word in more:
             if word.startswith("--") and word[2:].partition("=")[0] not in FLAGS:
@@ -187,7 +190,7 @@ def main(argv=None):
         args.device = pick_device(args.device)
         args.dtype = pick_dtype(args.device, args.dtype)[0]
         keep_memory()
-        race(given.minutes, given.pe.split(","), args)
+        race(given.minutes, schemes, args)
 
 
 if __name__ == "__main__":

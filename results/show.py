@@ -9,6 +9,7 @@ import pandas
 import torch
 
 from finetune import RECIPES
+from lib.config import UserError
 from lib.files import read_json
 from lib.glue import paper_averages
 from model import Encoder, EncoderConfig, parse_pe
@@ -229,8 +230,8 @@ def scheme_losses(rows):
 def ranking(rows):
     """A line for each scheme of table `schemes`. What a scheme adds to a model, and what it can
     represent, is found out from a model of demo size."""
-    bench = read_json(HERE / "bench-pe-rpp.json", rows=list)["rows"]
-    step_times = {row["pe"]: f"{row['ratio_to_abs']:.2f}" for row in bench} | {"abs": "1"}
+    bench = read_json(HERE / "bench-pe-demo.json", rows=list)["rows"]
+    step_times = {row["pe"]: f"{1 / row['speed']:.1f}" for row in bench}
 
     def n_parameters(encoder):
         return sum(p.numel() for p in encoder.parameters())
@@ -248,7 +249,7 @@ def ranking(rows):
             mean = f"{statistics.mean(values):.2f}" if values else ""
             line |= {f"loss, {tokens} tokens": mean, f"seeds, {tokens}": join_seeds(values)}
         line["parameters added"] = f"{n_parameters(encoder) - without:,}"
-        line["step time / abs"] = step_times.get(pe, "-")
+        line["step time / abs"] = step_times[pe]
         line["longest sequence"] = longest
         masked_ok = all(part.masked_ok for part in parse_pe(pe))
         line["masked positions"] = "yes" if masked_ok else "no"
@@ -322,8 +323,10 @@ SPREAD = "spread (0: tokens cannot be told apart)"
 
 def draw(folder, rows):
     """Draw the figures of the pages into a folder."""
-    import matplotlib  # only figures need it
-
+    try:
+        import matplotlib  # only figures need it
+    except ImportError:
+        raise UserError("figures need matplotlib: pip install matplotlib") from None
     with matplotlib.rc_context(STYLE):
         for file, paint in FIGURES.items():
             paint(rows).figure.savefig(folder / file)
