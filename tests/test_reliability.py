@@ -38,7 +38,7 @@ def test_stopped_at_any_moment(corpus_file, cache, tmp_path, run):
     uninterrupted, cut, rng, steps = run("whole", flags), tmp_path / "cut", random.Random(0), []
     command = [sys.executable, "train.py", *train_flags(corpus_file, cache, cut)]
     command += [*shlex.split(flags), "--resume"]
-    stops = [(signal.SIGKILL, -9)] * 5 + [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+    stops = [(signal.SIGKILL, -9)] * 3 + [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
     for number, code in stops:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(rng.randint(1, 30)):  # lines of the log
