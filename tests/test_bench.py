@@ -59,5 +59,8 @@ def test_the_peers_step_and_masking(monkeypatch):
 
 def test_wrong_input_is_one_line(capsys):
     """What cannot be measured is refused before anything is measured."""
-    flags = "--device cpu --pe t5,rope --objective mlm,pplm".split()
-    assert "but not both" in one_line(capsys, bench.main, flags)
+    for flags, message in (
+        ("--pe rope --objective pmlm", "cannot represent"),
+        ("--pe t5,rope --objective mlm,pplm", "but not both"),
+    ):
+        assert message in one_line(capsys, bench.main, f"--device cpu {flags}".split())

@@ -60,8 +60,8 @@ def test_snippets_work_as_printed(monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_links(page):
-    """Every command that a page prints names a program and flags that exist, and every link to a
-    file of the project leads to one."""
+    """Every command that a page prints names a program and, if that has a function parse_args,
+    flags that exist. Every link to a file of the project leads to one."""
     text = page.read_text()
     for command in re.findall(r"(?:^    |&& )(python .*?)(?=\s+#|\s+&&|$)", text, re.MULTILINE):
         program, *flags = shlex.split(command)[1:]

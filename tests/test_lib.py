@@ -43,7 +43,7 @@ def test_damaged_files(tmp_path):
     for content in (b"", b"\xff\xfe", b"[]", b'{"a": 1}', b'{"a": "1", "b": "c"}'):
         file.write_bytes(content)
         refuses("x.json is damaged", read_json, file, a=int, b=str)
-    file.write_bytes(b'{"a": 1}\n{"b"')  # a crash has cut the last line short
+    file.write_bytes(b'{"a": 1}\n{"b"\n\n{"b"')  # a crash has cut the last line short
     append_jsonl(file, {"a": 2})
     with pytest.raises(KeyError), atomic_write(file) as handle:
         handle.write(b"half")

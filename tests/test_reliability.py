@@ -260,6 +260,8 @@ EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--objective taco --loss_weights 1": "mlm+tc needs 2 numbers",
     "--mask_rate .01": "selects fewer than 1",
     "--objective pplm --pos_rate .05": "selects fewer than 2",
+    "--dropout 1": "argument --dropout: 1 is not in [0, 1)",
+    "--step 3": "unrecognized arguments: --step",
     "--lr nan": "argument --lr: nan is not in (0, 1e9)",
     "--init_from nowhere": "no checkpoint at nowhere",
 }
