@@ -2,7 +2,7 @@
 
     import torch
     from model import load
-    encoder = load("out/docs-demo-tupe_r-pplm-s1337")           # a run folder or a checkpoint file
+    encoder = load("docs/demo.pt")                              # a checkpoint file or a run folder
     ids = encoder.tokenizer.encode("Returns a copy of the array.")
     tokens = torch.tensor([[encoder.config.cls_id, *ids, encoder.config.sep_id]])      # (B, L)
     hidden = encoder(tokens)                                                           # (B, L, C)
@@ -62,6 +62,7 @@ legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` 
 sum, because its scale or its reset of [CLS] is defined for its own terms.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ UNKNOWN_POS = -1  # the id of a masked position (objective pmlm)
 N_SPECIALS = 8  # [CLS] [PAD] [SEP] [MASK] and 4 spare ones: the last ids of a vocabulary
 MAX_OFFSET = 64  # rel, rel_k, rsin, rlsin, deberta, tupe_r_factored clip offsets to +-64
 N_OFFSETS = 2 * MAX_OFFSET + 2  # R: a row per clipped offset, and one for masked positions
-SDPA_DEVICES = ("cuda",)  # where F.scaled_dot_product_attention is faster than an explicit softmax
+SDPA_DEVICES = ("cuda",)  # where SDPA is used; on a CPU, an explicit softmax is faster
 
 
 @dataclass
@@ -170,8 +171,8 @@ class Component(nn.Module):
     A hook that is not overridden adds nothing.
 
     pos is a Positions. Pairs with a masked position (pos.masked_pairs) need a separate value, since
-    their offset is meaningless. Weights that every layer has of its own are in self.layers, made by
-    self.layer_weights(cfg), of which the pair head of objectives.py adds one (see RelativeKeys).
+    their offset is meaningless. Modules that each layer has one of are in self.layers, to which the
+    pair head of objectives.py adds one (see RelativeKeys).
     """
 
     scale_terms = 1  # q_i . k_j + scores_ij is divided by sqrt(scale_terms * D)
@@ -244,7 +245,7 @@ def sinusoids(x, w):
     interleaved."""
     angles = x[..., None].to(w.dtype) * w  # (..., width/2)
     waves = torch.stack((angles.sin(), angles.cos()), dim=-1)  # (..., width/2, 2)
-    return waves.flatten(-2)
+    return waves.flatten(-2)  # (..., width)
 
 
 class Sinusoidal(Component):
@@ -289,8 +290,8 @@ def offset_values(A, a, pos):
 
 
 class Relative(Component):
-    """A vector per offset, added to keys and values (Shaw 2018, Wang 2021); one learned table for
-    all heads and layers:
+    """A vector per offset, added to keys and values (Wang 2021 eq 5): one learned table for keys,
+    values, heads and layers. (Shaw 2018 has separate vectors for keys and values.)
 
     s_ij = q_i . (k_j + a_r) / sqrt(D)        output_i = sum_j A_ij (v_j + a_r)
     """
@@ -348,9 +349,9 @@ class Rotary(Component):
 
     @staticmethod
     def rotate(x, cos, sin):
-        even, odd = x[..., 0::2], x[..., 1::2]
+        even, odd = x[..., 0::2], x[..., 1::2]  # (B, H, L, D/2) each
         rotated = (even * cos - odd * sin, even * sin + odd * cos)
-        return torch.stack(rotated, dim=-1).flatten(-2)
+        return torch.stack(rotated, dim=-1).flatten(-2)  # (B, H, L, D/2, 2) -> (B, H, L, D)
 
 
 class UntiedPositions(nn.Module):
@@ -482,7 +483,7 @@ class PositionalScheme(nn.Module):
             bias = scores if bias is None else scores + bias
         for part in self.parts.values():
             edited = part.edit_qk(q, k, pos)
-            for x in edited or [edited]:
+            for x in edited or [None]:  # None if the hook returns nothing
                 check_result(part.edit_qk, x, q.shape[1:])
             q, k = edited
         return q, k, bias
@@ -497,7 +498,7 @@ class PositionalScheme(nn.Module):
         """The pair head's own weights, for components that have weights per layer."""
         for part in self.parts.values():
             if len(getattr(part, "layers", ())) == cfg.n_layer:
-                part.layers.append(part.layer_weights(cfg).apply(init_weights))
+                part.layers.append(copy.deepcopy(part.layers[-1]).apply(init_weights))
 
 
 def total(hooks, shape, *args):
@@ -514,34 +515,25 @@ def total(hooks, shape, *args):
 
 
 def check_result(hook, x, shape):
-    """Raise an error that names the hook, with file and line, unless x is a tensor (1 or B, *shape)
-    and, with --detect_anomaly, finite."""
+    """Raise an error that names the hook, unless x is a tensor (1 or B, *shape) and, with
+    --detect_anomaly, finite."""
     if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
         found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
         expected = f"(1 or B, {', '.join(map(str, shape))})"
-        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
+        raise TypeError(f"{hook.__qualname__} returned {found} instead of a tensor {expected}")
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
-        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
+        raise FloatingPointError(f"{hook.__qualname__} returned a value that is not finite")
 
 
 def check_component(part):
-    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
-    where = located(type(part).__init__)
-    if "scale" not in vars(part):
-        raise TypeError(f"{where} does not call super().__init__(cfg)")
+    """Raise TypeError for weights that would not be trained, which is easily overlooked."""
     for name, value in vars(part).items():
         for x in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
                 raise TypeError(
-                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
-                    "or nn.ParameterList"
+                    f"{type(part).__name__}: self.{name} would not be trained; use nn.Parameter, "
+                    "nn.ModuleList or nn.ParameterList"
                 )
-
-
-def located(method):
-    """The name of a method with its file and line."""
-    code = method.__code__
-    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -669,7 +661,7 @@ class Encoder(nn.Module):
     def logits(self, q, k, pos, layer, pad=None, causal=False):
         """Attention logits before the softmax. q, k (B, H, L, D); pos (L,), (B, L) or a Positions;
         layer 0 to n_layer - 1, or n_layer for objectives.PairHead -> (B, H, L, L)."""
-        pos = Positions.of(q[:, 0], pos)
+        pos = pos if isinstance(pos, Positions) else Positions(pos)
         bias = self.bias_and_mask(pos, pad, causal, q.dtype)
         q, k, bias = self.scheme.terms(q, k, pos, layer, bias)
         return dot_product_logits(q, k, bias, self.scheme.scale)
@@ -739,17 +731,14 @@ class RelativeKeys(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.layers = nn.ModuleList(self.layer_weights(cfg) for _ in range(cfg.n_layer))
-
-    def layer_weights(self, cfg):
-        return nn.Embedding(N_OFFSETS, cfg.d_head)
+        self.layers = nn.ModuleList(nn.Embedding(N_OFFSETS, cfg.d_head) for _ in range(cfg.n_layer))
 
     def scores(self, q, k, pos, layer):
         return offset_scores(q, self.layers[layer].weight, pos)
 
 
 class RelativeSinusoidal(Component):
-    """rel with sinusoids of the signed offset r (NEZHA uses the row r + 64 instead: deviation)."""
+    """rel with sinusoids of the signed offset r (NEZHA's code: of the row r + 64, a deviation)."""
 
     needs_even = "d_head"
     learned = False
@@ -790,10 +779,10 @@ class Deberta(Component):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
-        self.layers = nn.ModuleList(self.layer_weights(cfg) for _ in range(cfg.n_layer))
-
-    def layer_weights(self, cfg):
-        return nn.Linear(cfg.d_model, 2 * cfg.d_model, bias=False)  # W_K and W_Q
+        C = cfg.d_model
+        self.layers = nn.ModuleList(  # W_K and W_Q of each layer
+            nn.Linear(C, 2 * C, bias=False) for _ in range(cfg.n_layer)
+        )
 
     def scores(self, q, k, pos, layer):
         a = self.layers[layer](self.table.weight)  # (R, 2C)

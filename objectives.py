@@ -120,10 +120,8 @@ def select(eligible, rate, generator, starts=None):
     # replacement, for all sequences at once. Special tokens get -1, so they come last; where they
     # are among the first k, because there are fewer than k eligible tokens, the slot is not valid.
     draw = torch.rand(B, L, generator=generator, device=eligible.device)
-    if starts is not None:  # all tokens of word w (1, 2, ...) share the w-th random number
-        word = starts.long().cumsum(1)  # (B, L)
-        # The clamp only changes word L, the final [SEP], if every token begins a word.
-        draw = draw.gather(1, word.clamp(max=L - 1))
+    if starts is not None:  # all tokens of word w (0, 1, ...) share the w-th random number
+        draw = draw.gather(1, starts.long().cumsum(1) - 1)
     draw = draw.masked_fill(~eligible, -1.0)
     draw, order = draw.sort(dim=1, descending=True, stable=True)
     return order[:, :k], draw[:, :k] >= 0
@@ -166,7 +164,7 @@ class TokenObjective(Objective):
     def score(self, encoder, hidden, target, weight):
         """hidden (..., C), target (...), weight (...) bool -> mean cross-entropy, and accuracy in
         evaluation."""
-        logits = self.token_logits(encoder, hidden).float().flatten(0, -2)  # (N, V)
+        logits = self.token_logits(encoder, hidden).float().flatten(0, -2)  # (N, V padded)
         target, weight = target.flatten(), weight.flatten()
         loss = weighted_mean(F.cross_entropy(logits, target, reduction="none"), weight)
         if self.training:
@@ -232,8 +230,8 @@ class PairHead(nn.Module):
     RPP takes the logits of the last block (pair_layer `last`). The values, output and FFN of that
     block then get no gradient from position prediction. By default (`extra`, deviation), s_ij are
     the logits of one more attention layer on the final hidden states, with its own W_q and W_k. For
-    pplm alone the two differ only in name and initialization: RPP's last block, of which only the
-    logits are used, is our extra layer, so RPP's N layers are our N - 1.
+    pplm alone, `last` with N layers equals `extra` with N - 1, except for the initialization, since
+    RPP uses only the logits of its last block.
 
     With pair_scores `total` the logits include the scheme's positional terms and scale, as in every
     layer of the model; with `content` they are q_i . k_j / sqrt(D) alone (RPP's formula has no

@@ -89,9 +89,10 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags. --device and --compile change the dropout masks, the others
-# rounding at most. --init_from and --init_embeddings matter at step 0 only. For the data and
-# --grad_accum, `identity` in train() holds what must not change.
+# A resumed run may change these flags. --device and --compile change the dropout masks, --dtype
+# float16 may skip steps, the others change rounding at most. --init_from and --init_embeddings
+# matter at step 0 only. For the data and --grad_accum, `identity` in train() holds what must not
+# change.
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile detect_anomaly log_every "
     "eval_every keep_every grad_accum dataset text_column books_dataset tokenizer "
@@ -437,7 +438,7 @@ def sample(model, tokens):
     batch = new_batch(tokens, cfg.vocab_size)
     mlm.corrupt(batch, seeded_generator(tokens.device, "sample"))
     model.eval()
-    logits = mlm.token_logits(encoder, encoder(batch["tokens"]))[0, :, : cfg.cls_id]  # (L, V)
+    logits = mlm.token_logits(encoder, encoder(batch["tokens"]))[0, :, : cfg.cls_id]  # (L, V - 8)
     model.train()
     text = ""
     for true, predicted, masked in zip(tokens[0], logits.argmax(-1), batch["mlm_selected"][0]):

@@ -16,11 +16,11 @@ if [ -z "${STEPS:-}" ]; then
     pip install matplotlib scikit-learn
 fi
 
-# 1. Masked language modeling, 3 to 10 minutes (and half a minute, once, to prepare the text). The loss ends far below that of
+# 1. Masked language modeling, 3 to 20 minutes (and half a minute, once, to prepare the text). The loss ends far below that of
 #    token frequencies.
 python train.py --pe tupe_r $more
 
-# 2. The same with BERT's positions, 3 to 10 minutes: after as many steps it has hardly started.
+# 2. The same with BERT's positions, 3 to 20 minutes: after as many steps it has hardly started.
 python train.py --pe abs $more
 
 # 3. Masked language modeling and position prediction together, 15 to 45 minutes.
