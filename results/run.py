@@ -129,7 +129,8 @@ def commands(table, name, root=OUT):
         parts["dynamics"] = f"python -m tools.probe --dynamics {out}"
     extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
     if table == "lengths" or table == "ranking" and extrapolates:
-        parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths 128,256,512"
+        shortest = "" if table == "lengths" else "64,"
+        parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths {shortest}128,256,512"
     scored = table in ("recipe", "schemes", "objectives", "ranking") and "-tc-" not in name
     if scored and "BLIMP" in os.environ:  # tc alone has no likelihoods
         parts["blimp"] = f'python -m tools.blimp --ckpt {out} --pairs "$BLIMP"'

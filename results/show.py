@@ -435,16 +435,40 @@ def paint_ranking(schemes, title, height):
     return axes
 
 
+def draw_curves(axes, curves):
+    """Draw {name: (points, scheme)} in the color of the scheme's family, named at their ends."""
+    for points, pe in curves.values():
+        axes.plot(*zip(*points), color=family(pe)[1])
+    ends = {name: (points[-1][1], family(pe)[1]) for name, (points, pe) in curves.items()}
+    label_ends(axes, ends)
+
+
 def draw_plateau(rows):
     title = "rope, rel, t5 and TUPE learn order within 1,400 steps; abs and sin stay with none"
     [[axes]] = panels(title, "step (seed 1337)", "training loss of mlm (nats)")
-    ends = {}
-    for pe in "none abs sin t5 rel tupe_a tupe_r rope".split():
-        curve, color = rows[f"{pe}-s1337"]["curve"], family(pe)[1]
-        axes.plot(*zip(*curve), color=color)
-        ends[pe] = curve[-1][1], color
-    label_ends(axes, ends)
-    name_families(axes, ends, 0.6, 0.92)
+    schemes = "none abs sin t5 rel tupe_a tupe_r rope".split()
+    draw_curves(axes, {pe: (rows[f"{pe}-s1337"]["curve"], pe) for pe in schemes})
+    name_families(axes, schemes, 0.6, 0.92)
+    return axes
+
+
+def draw_long(rows):
+    title = "BERT's positions (abs) begin to help after 16 M tokens; after 49 M they are .6 behind"
+    [[axes]] = panels(title, "millions of tokens (one seed)", "validation loss of mlm (nats)")
+    runs = {
+        "none (pre-LN, 1e-3)": "none-pre-1e-3-12000-s1337",
+        "abs (1e-3)": "abs-post-1e-3-24000-s1337",
+        "rope (3e-3)": "rank-rope-s1337",
+        "tupe_r (3e-3)": "rank-tupe_r-s1337",
+    }
+    curves = {}
+    for name, run in runs.items():
+        points = [(2048 * step / 1e6, value) for step, value in rows[run]["val_curve"]]
+        curves[name] = points, rows[run]["args"]["pe"]
+    points, _ = curves.pop("none (pre-LN, 1e-3)")  # a shorter run, named where it ends
+    axes.plot(*zip(*points), color="k")
+    write(axes, "none (pre-LN, 1e-3)", points[-1])
+    draw_curves(axes, curves)
     return axes
 
 
@@ -607,6 +631,7 @@ FIGURES = {
     "ranking.png": draw_ranking,
     "ranking-all.png": draw_ranking_all,
     "plateau.png": draw_plateau,
+    "long.png": draw_long,
     "reading.png": draw_random_tokens,
     "alone.png": draw_alone,
     "layers.png": draw_layers,
