@@ -171,8 +171,8 @@ class Component(nn.Module):
     A hook that is not overridden adds nothing.
 
     pos is a Positions. Pairs with a masked position (pos.masked_pairs) need a separate value, since
-    their offset is meaningless. Modules that each layer has one of are in self.layers, to which the
-    pair head of objectives.py adds one (see RelativeKeys).
+    their offset is meaningless. self.layers holds modules of which each layer has its own (see
+    RelativeKeys); the pair head of objectives.py adds one.
     """
 
     scale_terms = 1  # q_i . k_j + scores_ij is divided by sqrt(scale_terms * D)
@@ -515,25 +515,34 @@ def total(hooks, shape, *args):
 
 
 def check_result(hook, x, shape):
-    """Raise an error that names the hook, unless x is a tensor (1 or B, *shape) and, with
-    --detect_anomaly, finite."""
+    """Raise an error that names the hook, with file and line, unless x is a tensor (1 or B, *shape)
+    and, with --detect_anomaly, finite."""
     if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
         found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
         expected = f"(1 or B, {', '.join(map(str, shape))})"
-        raise TypeError(f"{hook.__qualname__} returned {found} instead of a tensor {expected}")
+        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
-        raise FloatingPointError(f"{hook.__qualname__} returned a value that is not finite")
+        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
 
 
 def check_component(part):
-    """Raise TypeError for weights that would not be trained, which is easily overlooked."""
+    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
+    where = located(type(part).__init__)
+    if "scale" not in vars(part):
+        raise TypeError(f"{where} does not call super().__init__(cfg)")
     for name, value in vars(part).items():
         for x in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
                 raise TypeError(
-                    f"{type(part).__name__}: self.{name} would not be trained; use nn.Parameter, "
-                    "nn.ModuleList or nn.ParameterList"
+                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
+                    "or nn.ParameterList"
                 )
+
+
+def located(method):
+    """The name of a method with its file and line."""
+    code = method.__code__
+    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -738,7 +747,7 @@ class RelativeKeys(Component):
 
 
 class RelativeSinusoidal(Component):
-    """rel with sinusoids of the signed offset r (NEZHA's code: of the row r + 64, a deviation)."""
+    """rel with sinusoids of the signed offset r (NEZHA's code uses the row r + 64: deviation)."""
 
     needs_even = "d_head"
     learned = False

@@ -407,6 +407,11 @@ class WrongOfTwo(Right):
         return q, k[..., :1]
 
 
+class NoSuper(Component):
+    def __init__(self, cfg):
+        self.size = cfg.n_head
+
+
 class Unregistered(Right):
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -418,18 +423,19 @@ class TwoScales(Right):
 
 
 MISTAKES = {
-    NoReturn: r"NoReturn.bias returned None .*\(1 or B, 2, 12, 12\)",
-    WrongShape: r"WrongShape.bias returned \(1, 12, 12\)",
-    NoPair: r"NoPair.edit_qk returned None",
-    WrongOfTwo: r"WrongOfTwo.edit_qk returned \(6, 2, 12, 1\)",
-    Unregistered: "Unregistered: self.tables would not be trained",
+    NoReturn: r"NoReturn.bias \(.*test_all.py, line \d+\) returned None .*\(1 or B, 2, 12, 12\)",
+    WrongShape: r"WrongShape.bias .* returned \(1, 12, 12\)",
+    NoPair: r"NoPair.edit_qk .* returned None",
+    WrongOfTwo: r"WrongOfTwo.edit_qk .* returned \(6, 2, 12, 1\)",
+    NoSuper: r"NoSuper.__init__ \(.*line \d+\) does not call super",
+    Unregistered: "Unregistered.__init__ .* self.tables would not be trained",
 }
 
 
 @pytest.mark.parametrize("component", MISTAKES)
 def test_a_mistake_in_a_component_is_named(component, monkeypatch):
-    """A hook without `return`, a wrong shape and weights that are not registered raise a TypeError
-    that names the hook or the class."""
+    """A hook without `return`, a wrong shape, a forgotten super().__init__() and weights that are
+    not registered raise a TypeError that names the method, with its file and line."""
     monkeypatch.setitem(SCHEMES, "mine", [Right])
     tiny("mine")(sequences())
     tiny("mine+abs")(sequences())
@@ -439,7 +445,7 @@ def test_a_mistake_in_a_component_is_named(component, monkeypatch):
     monkeypatch.setitem(SCHEMES, "mine", [NotFinite])
     tiny("mine")(sequences())
     with torch.autograd.set_detect_anomaly(True):
-        with pytest.raises(FloatingPointError, match="NotFinite.bias returned .* not finite"):
+        with pytest.raises(FloatingPointError, match="NotFinite.bias .* not finite"):
             tiny("mine")(sequences())
     monkeypatch.setitem(SCHEMES, "mine", [TwoScales])
     refuses("different scales", EncoderConfig, pe="mine+abs")
