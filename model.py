@@ -375,11 +375,11 @@ class UntiedPositions(nn.Module):
     def forward(self, pos):
         """-> p_i U_Q and p_j U_K at the assigned positions, (1 or B, H, L, D) each."""
         rows = pos.table_rows(self.max_len)  # (1 or B, L)
-        p_q, p_k = self.project(self.table.weight)  # (max_len + 1, C) each
-        q, k = F.embedding(rows, p_q), F.embedding(rows, p_k)  # (1 or B, L, C)
-        q = q.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (1 or B, H, L, D)
-        k = k.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        return q, k
+        # Projecting the table of max_len + 1 vectors is less work than projecting B L of them.
+        return [
+            F.embedding(rows, p).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for p in self.project(self.table.weight)
+        ]
 
 
 def reset_cls(v, theta):
@@ -401,10 +401,11 @@ class Tupe(Component):
 
         s_ij = q_i . k_j / sqrt(2D) + reset(p_i U_Q . p_j U_K / sqrt(2D) + b_r)
 
-    (b_r: tupe_r only, T5's bias; reset: reset_cls above.) In BERT, positions are added to the token
-    embeddings, so its logits also contain two mixed terms, token-to-position and position-to-token
-    (TUPE eq 6). TUPE drops both. `bias` below computes the position-to-position term; the
-    token-to-token term q_i . k_j is the usual attention of each block.
+    (p after a LayerNorm; b_r: tupe_r only, T5's bias; reset: reset_cls above.) In BERT, positions
+    are added to the token embeddings, so its logits also contain two mixed terms, token-to-position
+    and position-to-token (TUPE eq 6). TUPE drops both. `bias` below computes the
+    position-to-position term; the token-to-token term q_i . k_j is the usual attention of each
+    block.
     """
 
     combinable = False
@@ -419,20 +420,18 @@ class Tupe(Component):
         self.theta = normal(2, cfg.d_model) if self.reset else None  # p_t1 and p_t2
 
     def bias(self, pos):
-        # The position vectors p_i have separate projections U_Q and U_K, which are never applied to
-        # tokens. Dividing both terms by sqrt(2D) instead of sqrt(D) (here, and q_i . k_j in
-        # Block.attend) keeps the magnitude of their sum (TUPE sec 3.3), provided that the two are
-        # of similar size. (With this initialization the positional term is larger at first.)
-        q, k = self.positions(pos)  # (1 or B, H, L, D) each
-        v = q @ k.transpose(-1, -2) * self.scale  # the paper's v_ij, (1 or B, H, L, L)
+        # Dividing both terms by sqrt(2D) instead of sqrt(D) (here, and q_i . k_j in Block.attend)
+        # keeps the magnitude of their sum (TUPE sec 3.3), provided that the two are of similar
+        # size. (With this initialization the positional term is larger at first.)
+        p_q, p_k = self.positions(pos)  # (1 or B, H, L, D) each
+        v = p_q @ p_k.transpose(-1, -2) * self.scale  # the paper's v_ij, (1 or B, H, L, L)
         if self.relative_bias is not None:
             v = v + self.relative_bias.bias(pos)
         if self.theta is None:
             return v
-        # [CLS] is not part of the text, so its distance to other tokens means nothing. Its row and
-        # its column are therefore replaced by one scalar per head each, theta_1 and theta_2. They
-        # are computed from two learned vectors p_t as p_t U_Q . p_t U_K / sqrt(2D). This replaces
-        # T5's bias too (the released code resets the two parts separately: deviation).
+        # [CLS] is not part of the text, so its distance to other tokens means nothing. theta_1 and
+        # theta_2 are computed from two learned vectors p_t as p_t U_Q . p_t U_K / sqrt(2D). They
+        # replace T5's bias too (the released code resets the two parts separately: deviation).
         t_q, t_k = self.positions.project(self.theta)  # (2, C) each
         theta = (t_q * t_k).unflatten(-1, (v.size(1), -1)).sum(-1)  # (2, H)
         return reset_cls(v, theta * self.scale)
@@ -483,7 +482,7 @@ class PositionalScheme(nn.Module):
             bias = scores if bias is None else scores + bias
         for part in self.parts.values():
             edited = part.edit_qk(q, k, pos)
-            for x in edited or [None]:  # None if the hook returns nothing
+            for x in edited if isinstance(edited, tuple) else (None,):  # not a pair: an error
                 check_result(part.edit_qk, x, q.shape[1:])
             q, k = edited
         return q, k, bias

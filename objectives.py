@@ -131,7 +131,9 @@ def begins_word(tokens, in_word):
     """tokens (B, L), in_word (2, V) bool: whether a token's first and last character are part of a
     word (lib/bpe.py) -> (B, L) bool, False where a token continues the word before it."""
     first, last = in_word
-    return ~(first[tokens] & last[tokens.roll(1, 1)])
+    begins = ~(first[tokens] & last[tokens.roll(1, 1)])
+    begins[:, 0] = True  # roll compares it with the last token
+    return begins
 
 
 def weighted_mean(values, weight):
@@ -244,7 +246,7 @@ class PairHead(nn.Module):
         self.extra, self.total = cfg.pair_layer == "extra", cfg.pair_scores == "total"
         if self.extra:
             self.query, self.key = XavierLinear(C, C), XavierLinear(C, C)
-            if self.total:
+            if self.total:  # the encoder's scheme gets weights for one more layer
                 encoder.scheme.add_layer(encoder.config)
         if cfg.pair_head == "linear":
             self.psi = XavierLinear(self.n_head, n_classes)
@@ -419,6 +421,7 @@ class TC(Objective):
         first_index = L * torch.arange(B, device=eligible.device)[:, None, None]  # (B, 1, 1)
         positives = first_index + self.positives(eligible, m, generator)[..., None]  # (B, L, 1)
         candidates = torch.cat((positives, self.negatives(eligible, m, generator)), -1)
+        # A token counts if it has a positive (m > 1) and negatives (in other sequences).
         batch.update(tc_candidates=candidates, tc_weight=anchors & (m > 1) & (m.sum() > m))
 
     def positives(self, eligible, m, generator):
@@ -640,7 +643,7 @@ class ObjectiveConfig:
                 )
             self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
         self.objective = "+".join(names)
-        for flag, value in (("tc_on", "masked"), ("mlm_on", "all")):
+        for flag, value in (("tc_on", "masked"), ("mlm_on", "all"), ("whole_word", True)):
             if getattr(self, flag) == value and "mlm" not in names:
                 raise ValueError(f"--{flag} {value} needs mlm; the objective is {self.objective}")
 

@@ -200,7 +200,8 @@ def text_rows(lines):
             if document.strip():
                 yield document
             document = ""
-        document += line
+        if document or line.strip():  # without the empty line before it
+            document += line
     if document.strip():
         yield document
 

@@ -24,7 +24,7 @@ weights of a scheme, as this head of this layer uses them:
     w.slope      a number, and w.masked another for pairs with a masked position (alibi)
 
 RPP is the paper on relative position prediction (Brüel-Gabrielsson & Scarvelis 2022), TUPE is Ke
-et al. (2021), and Wang 2021 is "On Position Embeddings in BERT".
+et al. (2021), TACO is Fu et al. (2022), and Wang 2021 is "On Position Embeddings in BERT".
 """
 
 from math import cos, log, sin, sqrt
@@ -44,41 +44,41 @@ def at_input(name, x, position, w):
     return x
 
 
-def logit(scheme, q, k, i, j, pos, w):
+def logit(scheme, q, k, i, j, pos, weights):
     """The logit s_ij of one head.
 
-    scheme: a name, or a sum of names such as "abs+t5"; w: {name: its weights}; q, k (L, D): the
+    scheme: a name, or a sum of names such as "abs+t5"; weights: {name: its w}; q, k (L, D): the
     queries and keys of all tokens.
     """
     D, terms, s = len(q[i]), 1, 0.0
     q_i, k_j, r = q[i], k[j], pos[j] - pos[i]
     masked = i != j and MASKED in (pos[i], pos[j])
     for name in scheme.split("+"):
-        own = w[name]
+        w = weights[name]
         if name in ("rel", "rel_k", "rsin", "rlsin"):  # Shaw, TUPE eq 4: k_j + a_r
-            s += q[i] @ own.a[offset_row(r, masked)] / sqrt(D)
+            s += q[i] @ w.a[offset_row(r, masked)] / sqrt(D)
         elif name == "t5":  # TUPE eq 5: a number per bucket, whatever the tokens are
-            s += own.b[32 if masked else bucket(r)]
+            s += w.b[32 if masked else bucket(r)]
         elif name == "alibi":  # decreases with the distance
-            s += own.masked if masked else -own.slope * abs(r)
+            s += w.masked if masked else -w.slope * abs(r)
         elif name == "rope":  # rotate both; their product then depends on the offset alone
             q_i, k_j = rotate(q_i, pos[i]), rotate(k_j, pos[j])
         elif name == "deberta":  # content-to-position and position-to-content
             terms = 3
-            s += q[i] @ (own.a[offset_row(r, masked)] @ own.U_K) / sqrt(3 * D)
-            s += k[j] @ (own.a[offset_row(-r, masked)] @ own.U_Q) / sqrt(3 * D)
+            s += q[i] @ (w.a[offset_row(r, masked)] @ w.U_K) / sqrt(3 * D)
+            s += k[j] @ (w.a[offset_row(-r, masked)] @ w.U_Q) / sqrt(3 * D)
         elif name == "bert_ad":  # TUPE sec 4.3: token + position, with separate projections
             terms = 4
-            q_i, k_j = q[i] + own.p[pos[i]] @ own.U_Q, k[j] + own.p[pos[j]] @ own.U_K
+            q_i, k_j = q[i] + w.p[pos[i]] @ w.U_Q, k[j] + w.p[pos[j]] @ w.U_K
         elif name.startswith("tupe") or name == "t5_untie_cls":  # tokens and positions separately
             terms = 1 if name == "t5_untie_cls" else 2
             untied = not name.endswith("_tie_cls")
             if untied and i == 0:  # attention from [CLS] does not depend on distance (TUPE eq 9)
-                s += own.theta[0]
+                s += w.theta[0]
             elif untied and j == 0:  # nor does attention to [CLS]
-                s += own.theta[1]
+                s += w.theta[1]
             else:
-                s += positional_logit(name, own, pos[i], pos[j], r, masked, D)
+                s += positional_logit(name, w, pos[i], pos[j], r, masked, D)
         elif name not in ("none", "abs", "sin", "lsin"):  # these act only at the input
             raise ValueError(f"{name} has no equation yet: add it to logit in teach/naive.py")
     return q_i @ k_j / sqrt(terms * D) + s
@@ -99,14 +99,14 @@ def positional_logit(name, w, pos_i, pos_j, r, masked, D):
     return v
 
 
-def attend(scheme, q, k, v, pos, w, pad, kept=None):
+def attend(scheme, q, k, v, pos, weights, pad, kept=None):
     """One attention head: y_i = sum_j A_ij v_j, where A_i is the softmax of s_i over all tokens
     that are not padding. q, k, v (L, D), pos and pad lists of length L -> (L, D). kept (L, L): what
     dropout multiplies A by in training, 0 or 1 / (1 - p)."""
     L, y = len(q), []
     for i in range(L):
         keys = [j for j in range(L) if not pad[j]]
-        A = torch.stack([logit(scheme, q, k, i, j, pos, w) for j in keys]).softmax(0)
+        A = torch.stack([logit(scheme, q, k, i, j, pos, weights) for j in keys]).softmax(0)
         A = A if kept is None else A * kept[i, keys]
         y_i = 0.0
         for A_ij, j in zip(A, keys):
@@ -114,7 +114,7 @@ def attend(scheme, q, k, v, pos, w, pad, kept=None):
             for name in scheme.split("+"):
                 if name in ("rel", "rsin", "rlsin"):  # Shaw: v_j + a_r
                     masked = i != j and MASKED in (pos[i], pos[j])
-                    y_i = y_i + A_ij * w[name].a[offset_row(pos[j] - pos[i], masked)]
+                    y_i = y_i + A_ij * weights[name].a[offset_row(pos[j] - pos[i], masked)]
         y.append(y_i)
     return torch.stack(y)
 
@@ -161,7 +161,7 @@ def rotate(x, position):
 
 
 # --------------------------------------------------------------------------------------------------
-# Two losses
+# Three losses
 
 
 def mlm_loss(logits, tokens, selected):
@@ -180,4 +180,15 @@ def pplm_loss(pair_logits, L, eligible):
         for j in range(L):
             if i != j and eligible[i] and eligible[j]:
                 losses.append(-pair_logits(i, j).log_softmax(0)[j - i + L - 1])
+    return sum(losses) / len(losses)
+
+
+def tc_loss(h, e, candidates, anchors, temperature):
+    """Each anchor must pick its neighbor among candidates, by what the context added to each token,
+    g = h - e (TACO eq 3 to 8). h, e (B L, C): hidden states and embeddings; candidates[i]: indices
+    of the neighbor, then of K tokens of other sequences (no gradient)."""
+    g, losses = h - e, []
+    for i in anchors:
+        cosines = [torch.cosine_similarity(g[i], g[j].detach(), dim=0) for j in candidates[i]]
+        losses.append(-(torch.stack(cosines) / temperature).log_softmax(0)[0])
     return sum(losses) / len(losses)
