@@ -235,7 +235,7 @@ class Absolute(Component):
 
 def frequencies(width, like):
     """w_k = 10000^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5), on the device of
-    `like`. Never in 16 bits, in which an angle at position 512 could be off by almost a radian."""
+    `like`. Never in 16 bits, in which angles near position 500 can be off by 1.6 radians."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return 10000.0 ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
 

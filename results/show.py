@@ -456,8 +456,9 @@ def draw_long(rows):
     title = "BERT's positions (abs) begin to help after 16 M tokens; after 49 M they are .6 behind"
     [[axes]] = panels(title, "millions of tokens (one seed)", "validation loss of mlm (nats)")
     runs = {
-        "none (pre-LN, 1e-3)": "none-pre-1e-3-12000-s1337",
+        "none (3e-3)": "rank-none-s1337",
         "abs (1e-3)": "abs-post-1e-3-24000-s1337",
+        "t5 (3e-3)": "rank-t5-s1337",
         "rope (3e-3)": "rank-rope-s1337",
         "tupe_r (3e-3)": "rank-tupe_r-s1337",
     }
@@ -465,9 +466,6 @@ def draw_long(rows):
     for name, run in runs.items():
         points = [(2048 * step / 1e6, value) for step, value in rows[run]["val_curve"]]
         curves[name] = points, rows[run]["args"]["pe"]
-    points, _ = curves.pop("none (pre-LN, 1e-3)")  # a shorter run, named where it ends
-    axes.plot(*zip(*points), color="k")
-    write(axes, "none (pre-LN, 1e-3)", points[-1])
     draw_curves(axes, curves)
     return axes
 
@@ -535,7 +533,7 @@ def draw_alone(rows):
 
 def draw_layers(rows):
     """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
-    title = "In two of seven long runs of pplm alone, the spread rises again, in layer 1 first"
+    title = "In two of seven long runs of pplm alone, the spread of hidden states rises again"
     grid = panels(title, "step", SPREAD, (1, 3))
     colors = ["0.6", "#9ecae1", "#4292c6", "#2171b5", "#08306b"]
     outcomes = {6: "uses its tokens", 9: "not yet", 7: "like four others"}
