@@ -67,7 +67,6 @@ TASKS = {
     "squad_v2": SQUAD_V2,
     "docs": Task("", ("text",), DOCS_LIBRARIES, test={}),
 }
-METRICS = {name: task.score for name, task in TASKS.items()}
 
 # What the papers do and this does not (deviations): ELECTRA's code has one linear layer on [CLS],
 # warms up to .9 of the learning rate, uses Adam without bias correction, and trains MRPC and STS-B

@@ -172,14 +172,14 @@ def test_squad_metrics_equal_the_official_scripts():
     for name, version in (("squad", 1), ("squad_v2", 2)):
         each = [official_scores(*case, version) for case in cases]
         for case, expected in zip(cases, each):
-            found = finetune.METRICS[name](*([x] for x in case))
+            found = finetune.TASKS[name].score(*([x] for x in case))
             assert found == pytest.approx(expected), (name, case)
-        found = finetune.METRICS[name](*zip(*cases))
+        found = finetune.TASKS[name].score(*zip(*cases))
         assert found == pytest.approx({m: np.mean([x[m] for x in each]) for m in ("em", "f1")})
     cases = [([], ""), ([], "fox"), (["The"], ""), (["The"], "fox"), (["fox"], "")]
     each = [official_scores(*case, 2)["f1"] for case in cases]
     assert each == [1, 0, 1, 0, 0]
-    assert finetune.METRICS["squad_v2"](*zip(*cases)) == pytest.approx({"em": 0.4, "f1": 0.4})
+    assert finetune.TASKS["squad_v2"].score(*zip(*cases)) == pytest.approx({"em": 0.4, "f1": 0.4})
 
 
 def best_window(windows, position):
@@ -422,7 +422,7 @@ def test_squad_run(home, tmp_path, capsys):
     answers = json.loads((tmp_path / "squad_v2.json").read_text())
     golds = [q.golds for q in squad.read_squad(None, "glue/dev-v2.0.json")]
     assert list(answers) == [str(i) for i in range(24)]
-    assert finetune.METRICS["squad_v2"](golds, list(answers.values())) == row["metrics"]
+    assert finetune.TASKS["squad_v2"].score(golds, list(answers.values())) == row["metrics"]
     assert row["metrics"]["f1"] > row["majority"] == pytest.approx(8 / 24)
     assert again["metrics"] == row["metrics"]
     (tmp_path / "dev-v2.0.json").write_text(squad_json([("0", "who", "the owls", None)]))

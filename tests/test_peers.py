@@ -75,20 +75,20 @@ def test_word_starts_are_berts():
 def test_metrics_equal_scikit_learn_and_scipy():
     """The metrics are those of the libraries, also for one class, constant scores and ties."""
     metrics, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
-    ours, rng = finetune.METRICS, np.random.default_rng(0)
+    ours, rng = finetune.TASKS, np.random.default_rng(0)
     binary = [rng.integers(0, 2, 20) for _ in range(30)] + [np.zeros(20, int), np.ones(20, int)]
     for y, p in zip(binary + binary[-2:] * 2, binary[::-1] + binary[:4]):
         right = metrics.accuracy_score(y, p)
         f1 = {"accuracy": right, "f1": metrics.f1_score(y, p, zero_division=0)}
         matthews = {"matthews": metrics.matthews_corrcoef(y, p), "accuracy": right}
-        assert ours["cola"](y, p) == pytest.approx(matthews, abs=1e-12)
-        assert ours["mrpc"](y, p) == ours["qqp"](y, p) == pytest.approx(f1, abs=1e-12)
-        assert ours["mnli"](y, p) == {"accuracy": right}
+        assert ours["cola"].score(y, p) == pytest.approx(matthews, abs=1e-12)
+        assert ours["mrpc"].score(y, p) == ours["qqp"].score(y, p) == pytest.approx(f1, abs=1e-12)
+        assert ours["mnli"].score(y, p) == {"accuracy": right}
     y, p = rng.integers(0, 6, 40), rng.normal(size=40).round(1)
     expected = stats.pearsonr(y, p)[0], stats.spearmanr(y, p)[0]
-    assert list(ours["stsb"](y, p).values()) == pytest.approx(expected, abs=1e-9)
+    assert list(ours["stsb"].score(y, p).values()) == pytest.approx(expected, abs=1e-9)
     for undefined in ([0.1] * 40, [math.nan] * 40):
-        assert ours["stsb"](y, undefined) == {"pearson": 0.0, "spearman": 0.0}
+        assert ours["stsb"].score(y, undefined) == {"pearson": 0.0, "spearman": 0.0}
 
 
 def test_averages_of_the_papers():
