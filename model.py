@@ -375,7 +375,7 @@ class UntiedPositions(nn.Module):
     def forward(self, pos):
         """-> p_i U_Q and p_j U_K at the assigned positions, (1 or B, H, L, D) each."""
         rows = pos.table_rows(self.max_len)  # (1 or B, L)
-        # Projecting the table of max_len + 1 vectors is less work than projecting B L of them.
+        # Projects the table's max_len + 1 vectors: a permuted batch would have B L of them.
         return [
             F.embedding(rows, p).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
             for p in self.project(self.table.weight)
@@ -482,7 +482,10 @@ class PositionalScheme(nn.Module):
             bias = scores if bias is None else scores + bias
         for part in self.parts.values():
             edited = part.edit_qk(q, k, pos)
-            for x in edited if isinstance(edited, tuple) else (None,):  # not a pair: an error
+            if not isinstance(edited, tuple):
+                returned = type(edited).__name__
+                raise TypeError(f"{located(part.edit_qk)} returned {returned} instead of q, k")
+            for x in edited:
                 check_result(part.edit_qk, x, q.shape[1:])
             q, k = edited
         return q, k, bias

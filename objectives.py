@@ -645,7 +645,8 @@ class ObjectiveConfig:
         self.objective = "+".join(names)
         for flag, value in (("tc_on", "masked"), ("mlm_on", "all"), ("whole_word", True)):
             if getattr(self, flag) == value and "mlm" not in names:
-                raise ValueError(f"--{flag} {value} needs mlm; the objective is {self.objective}")
+                given = f"--{flag}" if value is True else f"--{flag} {value}"
+                raise ValueError(f"{given} needs mlm; the objective is {self.objective}")
 
 
 def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):

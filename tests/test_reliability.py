@@ -253,6 +253,7 @@ EARLY_MISTAKES = {  # found before data is prepared, which may take hours
     "--objective tc --batch_size 1": "--batch_size 2",
     "--objective tc --tc_on masked": "--tc_on masked needs mlm",
     "--objective clm --mlm_on all": "--mlm_on all needs mlm",
+    "--objective pplm --whole_word": "--whole_word needs mlm",
     "--objective tc --tc_window 4": "must be odd",
     "--norm around": "norm is 'around'; choose from post, pre",
     "--objective pplm --pair_layer first": "choose from extra, last",
