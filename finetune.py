@@ -124,7 +124,7 @@ def settings(args, task, cfg):
     """The recipe for a task, overridden by the flags -> namespace of recipe, epochs, lr (a list),
     batch_size, length, ... cfg: the encoder's configuration as a dictionary."""
     chosen = recipe_for(args.recipe, task, cfg["d_model"]) | {"recipe": args.recipe}
-    chosen["length"] = min(chosen["length"], cfg["max_len"])
+    chosen["length"] = max(8, min(chosen["length"], cfg["max_len"]))  # at least 8, as with --length
     flags = {key: value for key, value in vars(args).items() if value is not None}
     return SimpleNamespace(**chosen | {key: flags[key] for key in chosen.keys() & flags.keys()})
 
@@ -448,8 +448,9 @@ def evaluate(predict_rows, evaluations, run, began, out_dir):
 def print_scores(results):
     for row in results:
         shown = ", ".join(f"{key} {value:.4f}" for key, value in row["metrics"].items())
+        lr = f" lr {row['lr']}" if row["lr"] else ""  # a bag of words has none
         print(
-            f"{row['task']} seed {row['seed']} lr {row['lr']}: {shown} "
+            f"{row['task']} seed {row['seed']}{lr}: {shown} "
             f"(majority {row['majority']:.4f}), {row['seconds']:.0f} s",
             flush=True,
         )
