@@ -577,6 +577,9 @@ class Pretraining(nn.Module):
             block = encoder.blocks[-1]
             after = [block.out, block.fc1, block.fc2, block.norm2]
             after.append(encoder.final_norm if block.pre else block.norm1)
+            if cfg.pair_scores == "content":  # then its logits have no positional terms either
+                parts = encoder.scheme.parts.values()
+                after += [part.layers[-1] for part in parts if hasattr(part, "layers")]
             for module in after:
                 module.requires_grad_(False)
 

@@ -813,14 +813,17 @@ def test_every_parameter_gets_a_gradient(objective, pe):
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_what_the_last_blocks_logits_do_not_need_is_frozen(norm):
     """With --pair_layer last (RPP) and no other objective, the rest of the last block gets no
-    gradient. It is frozen, except for its values, which share a matrix with queries and keys."""
-    for objective in ("pplm", "mlm+pplm"):
-        encoder = tiny("tupe_r", norm=norm)
-        model = Pretraining(encoder, ObjectiveConfig(objective, pair_layer="last")).double()
+    gradient. It is frozen, except for its values, which share a matrix with queries and keys. With
+    --pair_scores content, so are the layer's own weights of a scheme."""
+    cases = [("pplm", "total", 10), ("mlm+pplm", "total", 0), ("pplm", "content", 11)]
+    for objective, scores, n_frozen in cases:
+        encoder = tiny("rel_k" if scores == "content" else "tupe_r", norm=norm)
+        cfg = ObjectiveConfig(objective, pair_layer="last", pair_scores=scores)
+        model = Pretraining(encoder, cfg).double()
         model(model.corrupt(sequences(), 0))[0].backward()
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         assert frozen == {name for name, p in model.named_parameters() if p.grad is None}
-        assert len(frozen) == (10 if objective == "pplm" else 0)
+        assert len(frozen) == n_frozen
         no_values = encoder.blocks[-1].qkv.weight.grad[2 * 16 :].abs().max() == 0
         assert no_values == (objective == "pplm")
 

@@ -89,10 +89,10 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags. --device and --compile change the dropout masks, --dtype
-# float16 may skip steps, the others change rounding at most. --init_from and --init_embeddings
-# matter at step 0 only. For the data and --grad_accum, `identity` in train() holds what must not
-# change.
+# A resumed run may change these flags. --device changes all random numbers (of corruption, in
+# validation too, and of dropout), --compile the dropout masks, --dtype float16 may skip steps, the
+# others change rounding at most. --init_from and --init_embeddings matter at step 0 only. For the
+# data and --grad_accum, `identity` in train() holds what must not change.
 FREE_FLAGS = set(
     "resume init_from init_embeddings out_dir cache device dtype compile detect_anomaly log_every "
     "eval_every keep_every grad_accum dataset text_column books_dataset tokenizer "

@@ -2,7 +2,7 @@
 # Everything on a laptop: an hour or two on two CPU cores. Nothing is downloaded except packages.
 #
 #     bash runs/laptop.sh             # after an interruption, the same command resumes
-#     STEPS=60 bash runs/laptop.sh    # a test of this script in some minutes: runs of 60 steps, which learn nothing
+#     STEPS=60 bash runs/laptop.sh    # a test of this script in some minutes: runs of 60 steps, which learn nothing; then delete out/
 set -euo pipefail
 cd "$(dirname "$0")/.."
 more="--resume ${STEPS:+--steps $STEPS}"

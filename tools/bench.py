@@ -172,6 +172,7 @@ def peak_memory(v, args):
 
 def measure_memory(v, args):
     keep_memory()
+    pick_device(args.device.type)  # also sets this process's attention kernels
     step = make_step(v, args)
     for _ in range(3):
         step()
@@ -236,8 +237,9 @@ def agree(variants, args):
             net = torch.compile(model) if v.compile and losses else model
             with autocast(device, dtype):
                 loss, _ = net({name: x.to(device) for name, x in batch.items()})
-            loss.backward()
-            parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            scale = 2.0**16 if dtype == torch.float16 else 1.0  # GradScaler's, against underflow
+            (scale * loss).backward()
+            parts = [p.grad.flatten() / scale for p in model.parameters() if p.grad is not None]
             losses.append(loss.item())
             gradients.append(torch.cat(parts).float().cpu())
         difference = abs(losses[1] - losses[0])
