@@ -460,7 +460,9 @@ def draw_long(rows):
         "abs (1e-3)": "abs-post-1e-3-24000-s1337",
         "t5 (3e-3)": "rank-t5-s1337",
         "rope (3e-3)": "rank-rope-s1337",
+        "rope (1e-3)": "rope-post-1e-3-24000-s1337",
         "tupe_r (3e-3)": "rank-tupe_r-s1337",
+        "deberta (3e-3)": "rank-deberta-s1337",
     }
     curves = {}
     for name, run in runs.items():

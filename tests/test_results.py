@@ -111,7 +111,7 @@ def test_figures():
     matplotlib = pytest.importorskip("matplotlib")
     rows, found = run.all_rows(), {}
     files = {file.name for file in (run.HERE.parent / "docs" / "figures").iterdir()}
-    assert {*show.FIGURES, "terms.png", "maps.png"} == files
+    assert {*show.FIGURES, "terms.png", "maps.png", "maps-long.png"} == files
     with matplotlib.rc_context(show.STYLE):
         for file, paint in show.FIGURES.items():
             found[file] = overlapping_texts(paint(rows))
