@@ -169,9 +169,9 @@ def encode(texts, encoding):
     """Yield (text, its ids) in order. tiktoken uses all cores for a batch of texts."""
     while batch := list(itertools.islice(texts, 64)):
         parts = [list(chunks(text)) for text in batch]
-        ids = iter(encoding.encode_ordinary_batch(list(itertools.chain(*parts))))
+        ids = iter(encoding.encode_ordinary_batch(sum(parts, [])))  # of one chunk after the other
         for text, part in zip(batch, parts):
-            yield text, itertools.chain(*itertools.islice(ids, len(part)))
+            yield text, [i for _ in part for i in next(ids)]
 
 
 def chunks(text):

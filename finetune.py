@@ -555,7 +555,7 @@ def finetune(name, start, args):
         if score > best_score:
             best_score = score
             checkpoint = {
-                **{key: start[key] for key in ("tokenizer", "tokenizer_hash", "step", "data")},
+                **{key: start[key] for key in ("tokenizer", "step", "data")},
                 "task": name,
                 "classes": TASKS[name].classes,
                 "length": chosen.length,

@@ -481,13 +481,7 @@ class PositionalScheme(nn.Module):
             scores = self.scale * scores  # (B, H, L, L)
             bias = scores if bias is None else scores + bias
         for part in self.parts.values():
-            edited = part.edit_qk(q, k, pos)
-            if not isinstance(edited, tuple):
-                returned = type(edited).__name__
-                raise TypeError(f"{located(part.edit_qk)} returned {returned} instead of q, k")
-            for x in edited:
-                check_result(part.edit_qk, x, q.shape[1:])
-            q, k = edited
+            q, k = check_pair(part.edit_qk, part.edit_qk(q, k, pos), q.shape[1:])
         return q, k, bias
 
     def values(self, A, pos, layer):
@@ -525,6 +519,15 @@ def check_result(hook, x, shape):
         raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
         raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
+
+
+def check_pair(hook, pair, shape):
+    """-> q, k, which edit_qk returned, or an error as in check_result."""
+    if not isinstance(pair, tuple):
+        raise TypeError(f"{located(hook)} returned {type(pair).__name__} instead of q, k")
+    for x in pair:
+        check_result(hook, x, shape)
+    return pair
 
 
 def check_component(part):

@@ -30,8 +30,7 @@ A batch is a dictionary with these keys, and each objective adds its own:
     original (B, L)    the tokens before corruption
     eligible (B, L)    bool, True except for special tokens
     pos (B, L)         the assigned positions, if an objective changes them
-    positions          the positions as a Positions object, and
-    states             Encoder.hidden_states; Pretraining.forward adds both
+    states             Encoder.hidden_states, added by Pretraining.forward
 
 Paper names and notation are as in model.py; TACO is Fu et al. (2022). n = L - 2 is the number
 of inner tokens, those between [CLS] and the last [SEP]. k = round(rate n) is the number of selected
@@ -255,7 +254,7 @@ class PairHead(nn.Module):
             self.psi = nn.Sequential(first, nn.GELU(), XavierLinear(PAIR_HIDDEN, n_classes))
 
     def scores(self, encoder, states, pos):
-        """states: what Encoder.hidden_states returned; pos (B, L) or a Positions
+        """states: what Encoder.hidden_states returned for the assigned positions pos (B, L)
         -> s (B, n, n, H), for the inner tokens."""
         if self.extra:
             hidden, layer = encoder.final_norm(states[-1]), encoder.config.n_layer
@@ -320,7 +319,7 @@ class PPLM(Objective):
         pairs = self.scored(pairs, moved[:, :, None], moved[:, None])
         label = self.label(true_offset, assigned_offset).expand_as(pairs)  # (B, n, n)
         # psi gets only the H attention logits of a pair, not the hidden states.
-        s = self.head.scores(encoder, batch["states"], batch["positions"])  # (B, n, n, H)
+        s = self.head.scores(encoder, batch["states"], batch["pos"])  # (B, n, n, H)
         s, label, weight = s.flatten(0, 2), label.flatten(), pairs.flatten().float()  # N = B n n
         # A sequence has n^2 pairs, each with a softmax over 2L - 1 classes. Large batches are split
         # into chunks, whose logits are recomputed in the backward pass, so that only one chunk's
@@ -427,8 +426,13 @@ class TC(Objective):
     def positives(self, eligible, m, generator):
         """-> (B, L): for each token i, a random eligible token at distance 1 to (W-1)/2, or, if
         there is none, any other eligible token of the sequence."""
-        B, L = eligible.shape
-        device, half = eligible.device, (self.cfg.tc_window - 1) // 2
+        near, is_near = self.nearby(eligible, generator)
+        return torch.where(is_near, near, self.elsewhere(eligible, m, generator))
+
+    def nearby(self, eligible, generator):
+        """-> (B, L): a random eligible token at distance 1 to (W-1)/2; (B, L) bool: is there one?
+        Each neighbor draws a number, and the largest one wins."""
+        L, device, half = eligible.size(1), eligible.device, (self.cfg.tc_window - 1) // 2
         index = torch.arange(L, device=device)
         delta = torch.arange(-half, half, device=device)
         delta = delta + (delta >= 0)  # -half to half without 0
@@ -437,12 +441,14 @@ class TC(Objective):
         allowed = eligible[:, near.clamp(0, L - 1)] & inside  # (B, L, W-1)
         score = torch.rand(allowed.shape, generator=generator, device=device)
         best, which = score.masked_fill(~allowed, -1).max(-1)  # (B, L)
-        # Any other token: the u-th eligible one, skipping i itself.
+        return index + delta[which], best >= 0
+
+    def elsewhere(self, eligible, m, generator):
+        """-> (B, L): another eligible token of the sequence: the u-th one, skipping i itself."""
         order = (~eligible).long().sort(dim=1, stable=True).indices  # eligible ones first
         rank = eligible.long().cumsum(1) - 1  # (B, L): of i among them
-        u = random_below((m - 1).clamp(min=1).expand(B, L), generator)
-        far = order.gather(1, u + (u >= rank))
-        return torch.where(best >= 0, index + delta[which], far)
+        u = random_below((m - 1).clamp(min=1).expand_as(rank), generator)
+        return order.gather(1, u + (u >= rank))
 
     def negatives(self, eligible, m, generator):
         """-> (B, L, K): eligible tokens of other sequences, with replacement, as indices into the
@@ -458,7 +464,8 @@ class TC(Objective):
     def embedding(self, encoder, batch):
         """e (B, L, C): what is subtracted from the hidden state."""
         if self.cfg.tc_embedding == "input_layer":  # as in TACO's code
-            return encoder.embed(batch["tokens"], batch["positions"])
+            tokens = batch["tokens"]
+            return encoder.embed(tokens, Positions.of(tokens, batch.get("pos")))
         return encoder.tok(batch["tokens"]) * encoder.scheme.token_scale
 
     def loss(self, encoder, hidden, batch):
@@ -596,10 +603,9 @@ class Pretraining(nn.Module):
     def forward(self, batch):
         """-> loss (), the weighted sum; dictionary of scalars: the unweighted loss of each
         objective and, in evaluation, its accuracy."""
-        positions = Positions.of(batch["tokens"], batch.get("pos"))
-        states = self.encoder.hidden_states(batch["tokens"], positions, causal=self.causal)
-        hidden = self.encoder.final_norm(states[-1])
-        batch = {**batch, "positions": positions, "states": states}
+        tokens, pos = batch["tokens"], batch.get("pos")
+        states = self.encoder.hidden_states(tokens, pos, causal=self.causal)
+        hidden, batch = self.encoder.final_norm(states[-1]), {**batch, "states": states}
         total, scalars = 0, {}
         for name, objective in self.objectives.items():
             loss, extra = objective.loss(self.encoder, hidden, batch)

@@ -834,9 +834,8 @@ def test_a_sum_is_the_sum_of_its_parts(objective):
     they are given in; taco is mlm + tc (TACO eq 11). Only tokens that mlm selected are changed."""
     model, tokens, batch = corrupted(objective, "tupe_r")
     given, weights = objective.replace("taco", "mlm+tc").split("+"), (2.0, 3.0, 5.0, 7.0)
-    positions = Positions(batch.get("pos", torch.arange(12)))
-    states = model.encoder.hidden_states(batch["tokens"], positions, causal="clm" in given)
-    full = {**batch, "positions": positions, "states": states}
+    states = model.encoder.hidden_states(batch["tokens"], batch.get("pos"), causal="clm" in given)
+    full = {**batch, "states": states}
     parts = [model.objectives[name] for name in given]
     losses = [part.loss(model.encoder, states[-1], full) for part in parts]
     assert len(given) == len(model.objectives)
@@ -1482,7 +1481,7 @@ def test_finetuning_from_files_to_scores(corpus, tmp_path, monkeypatch, capsys, 
         infinite = lambda *args: loss(*args) * (math.inf if next(count) % 8 == 1 else 1)  # noqa: E731
         monkeypatch.setattr(finetune.Classifier, "loss", infinite)
     start = {"config": vars(encoder.config), "source": "", "step": 3, "data": {}}
-    start |= {"tokenizer": bpe.encoding_arguments(corpus.tokenizer), "tokenizer_hash": ""}
+    start["tokenizer"] = bpe.encoding_arguments(corpus.tokenizer)
     start["model"] = {f"encoder.{key}": value for key, value in encoder.state_dict().items()}
     torch.save(start, tmp_path / "ckpt.pt")
     flags = f"--task {task} --data_dir {tmp_path} --ckpt {tmp_path}/ckpt.pt --device cpu --dtype "

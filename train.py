@@ -172,13 +172,14 @@ def parse_args(argv=None):
     flag = add_data_flags(parser)
     flag("--data_fraction", type=between(float, "(0, 1]"), default=1.0, help="used (TACO)")
 
-    defaults = vars(EncoderConfig()) | vars(ObjectiveConfig())
-    parser.set_defaults(**defaults | PRESETS["demo"] | {"warmup": None})  # what --help shows
-    preset = PRESETS[parser.parse_known_args(argv)[0].preset]
-    parser.set_defaults(**defaults | preset | {"warmup": None})
-    args = parser.parse_args(argv)
+    def parse(preset):
+        defaults = vars(EncoderConfig()) | vars(ObjectiveConfig()) | PRESETS[preset]
+        parser.set_defaults(**defaults | {"warmup": None})
+        return parser.parse_args(argv)
+
+    args = parse(parse("demo").preset)  # --help ends the inner call, so it shows the demo's values
     if args.warmup is None:
-        args.warmup = min(preset["warmup"], args.steps // 3)
+        args.warmup = min(PRESETS[args.preset]["warmup"], args.steps // 3)
     args.max_len, args.attn_dropout = args.block_size, args.dropout
     del args.vocab_size  # the tokenizer decides it
     try:
@@ -202,12 +203,23 @@ def build_model(args, vocab_size, tokenizer):
     return Pretraining(encoder, pick_fields(ObjectiveConfig, args))
 
 
-def initialize(model, args, sources, tokenizer_hash):
+def build_optimizer(model, args):
+    """-> AdamW, with weight decay on matrices only."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (args.beta1, args.beta2)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.eps, fused=True)
+
+
+def initialize(model, args, sources, tokenizer):
     """Copy the weights of --init_from and --init_embeddings. sources: {path: checkpoint}
     -> lines to print. Raises UserError."""
     lines = []
     for path, source in sources.items():
-        if source["tokenizer_hash"] != tokenizer_hash:
+        if source["tokenizer"] != tokenizer:
             raise UserError(f"{path} was trained with a different tokenizer from the data's")
     if args.init_from:
         changes = warm_start(model, sources[args.init_from], args.init_from)
@@ -251,29 +263,22 @@ def train(args, argv):
     n_micro = args.grad_accum * world  # micro-batches per step
     sequences = args.batch_size * n_micro  # per step
 
-    # ---- model and optimizer: weight decay on matrices only
-    tokenizer = tiktoken.Encoding(**encoding_arguments(corpus.tokenizer))
-    model = build_model(args, corpus.vocab_size, tokenizer).to(device)
+    # ---- model and optimizer
+    tokenizer = encoding_arguments(corpus.tokenizer)
+    model = build_model(args, corpus.vocab_size, tiktoken.Encoding(**tokenizer)).to(device)
     if min(map(len, validation)) < model.min_sequences:
         raise UserError(f"--objective {args.objective} needs more validation text")
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (args.beta1, args.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.eps, fused=True)
+    optimizer = build_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
     # ---- a new run, or one to resume. identity: what determines its result
     identity = {f"--{k}": v for k, v in vars(args).items() if k not in FREE_FLAGS}
     identity |= {"--grad_accum times processes": n_micro, "the text": corpus.meta["digest"]}
-    identity |= {"the tokenizer": corpus.meta["tokenizer_hash"]}
     if run.checkpoint:
         step = run.load(identity, model, optimizer, scaler)
         lines = [f"resumed at step {step}"]
     else:
-        step, lines = 0, initialize(model, args, sources, corpus.meta["tokenizer_hash"])
+        step, lines = 0, initialize(model, args, sources, tokenizer)
         sources.clear()  # frees their memory
     net = model  # the same weights, compiled or in DDP
     if world > 1:
@@ -291,7 +296,6 @@ def train(args, argv):
         "identity": identity,
         "config": asdict(model.encoder.config),
         "data": corpus.meta,
-        "tokenizer_hash": corpus.meta["tokenizer_hash"],
         "precision": [device.type, str(dtype).removeprefix("torch.")],
         "git": git_commit(),
         "versions": {"torch": str(torch.__version__), "tiktoken": tiktoken.__version__},
@@ -299,7 +303,7 @@ def train(args, argv):
     }
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(run.open(run_info, corpus.tokenizer))
+            stack.enter_context(run.open(step, run_info, corpus.tokenizer))
             epochs = args.steps * sequences / batches.n
             lines.append(f"folder: {run.path}")
             print_start(run_info, model, sequences, epochs, reason, lines)
@@ -377,7 +381,7 @@ def train(args, argv):
                 if evaluating or keeping or stopping:
                     state = {
                         **run_info,
-                        "tokenizer": encoding_arguments(corpus.tokenizer),
+                        "tokenizer": tokenizer,
                         "step": step,
                         "model": model.state_dict(),
                         "optimizer": optimizer.state_dict(),

@@ -59,16 +59,15 @@ class RunFolder:
         optimizer.load_state_dict(self.checkpoint["optimizer"])
         if self.checkpoint["scaler"]:  # empty unless it was fp16
             scaler.load_state_dict(self.checkpoint["scaler"])
-        self.checkpoint = {"step": self.checkpoint["step"]}  # frees the memory of the rest
-        return self.checkpoint["step"]
+        step, self.checkpoint = self.checkpoint["step"], None  # frees its memory
+        return step
 
     @contextlib.contextmanager
-    def open(self, run_info, tokenizer):
+    def open(self, step, run_info, tokenizer):
         """Lock the folder for the length of the block, and write what describes the run. Log lines
-        after the checkpoint are dropped: these steps are repeated."""
+        after `step`, at which it begins or resumes, are dropped: these steps are repeated."""
         self.path.mkdir(parents=True, exist_ok=True)
         with lock(self.path):
-            step = self.checkpoint["step"] if self.checkpoint else 0
             rows = [row for row in read_jsonl(self.path / "log.jsonl")[1:] if row["step"] <= step]
             lines = [json.dumps(row) + "\n" for row in [run_info, *rows]]
             with atomic_write(self.path / "log.jsonl") as handle:

@@ -149,14 +149,14 @@ def most_context(firsts, room, n):
 # Answers
 
 
-def n_best(first, last, k=N_BEST, longest=MAX_ANSWER):
+def n_best(first, last):
     """Logits of the tokens of a window, as first and as last token of the answer, (n,) each
-    -> up to k (score, i, j), best first, with i <= j < i + longest."""
+    -> up to N_BEST (score, i, j), best first, with i <= j < i + MAX_ANSWER."""
     i, j = np.triu_indices(len(first))
-    short = j - i < longest
+    short = j - i < MAX_ANSWER
     i, j = i[short], j[short]
     scores = first[i] + last[j]
-    best = np.argsort(-scores, kind="stable")[:k]
+    best = np.argsort(-scores, kind="stable")[:N_BEST]
     return list(zip(scores[best].tolist(), i[best].tolist(), j[best].tolist()))
 
 

@@ -81,14 +81,7 @@ def start(name, args, corpus, batches):
     """-> a new model and step(number, lr), which runs one training step and returns its seconds."""
     torch.manual_seed(args.seed)
     model = build(name, args, corpus.vocab_size).to(args.device).train()
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    betas = (args.beta1, args.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, eps=args.eps, fused=True)
+    optimizer = train.build_optimizer(model, args)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
 
     def step(number, lr):

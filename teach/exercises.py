@@ -171,7 +171,7 @@ EXERCISES = {
         "assigned offset). An offset is the position of j minus that of i: the true position is "
         "the index in the sequence, the assigned one is in batch['pos']. Return the loss, and "
         "{'accuracy': the share of correctly predicted pairs} in evaluation, {} in training.",
-        hint="self.head.scores(encoder, batch['states'], batch['positions']) gives the attention "
+        hint="self.head.scores(encoder, batch['states'], batch['pos']) gives the attention "
         "logits s (B, n, n, H) of all pairs. Make a label and a weight (B, n, n), 1 for scored "
         "pairs and otherwise 0, and flatten all three to N = B n n pairs for self.sums.",
         second_hint="with index = 1, ..., n, the true offsets are index - index[:, None], and a "

@@ -28,12 +28,12 @@ TINY = shlex.split(
 )
 
 
-def write_corpus(path, n_docs=60, n_words=60):
+def write_corpus(path, n_docs=60):
     """Write documents of random words as JSON lines (title, text) -> the path as a string."""
     rng = random.Random(0)
     with open(path, "w") as handle:
         for i in range(n_docs):
-            text = " ".join(rng.choices(WORDS, k=n_words)) + f" {i}."
+            text = " ".join(rng.choices(WORDS, k=60)) + f" {i}."
             handle.write(json.dumps({"title": f"t{i}", "text": text}) + "\n")
     return str(path)
 
@@ -90,12 +90,6 @@ def log_of(folder):
 def weights(folder, name="ckpt.pt"):
     """-> a run's checkpoint, loaded without this project's code."""
     return torch.load(Path(folder) / name, weights_only=True)
-
-
-@pytest.fixture
-def said(capsys):
-    """said() -> what was printed since the last call."""
-    return lambda: capsys.readouterr().out
 
 
 def exit_code(function, *args):

@@ -44,17 +44,6 @@ def test_time_and_memory(monkeypatch):
     assert 2 * 40 * 130 <= max(sizes) < 40 * 40 * 32
 
 
-def test_no_state_is_left_on_positions():
-    """A Positions can be used with a second encoder, and after an update."""
-    pos, tokens = Positions(torch.arange(12)), sequences()
-    first, second = tiny("tupe_r"), tiny("t5")
-    for encoder in (first, second):
-        close(encoder(tokens, pos), encoder(tokens))
-        for p in encoder.parameters():
-            p.data += 0.1
-        close(encoder(tokens, pos), encoder(tokens))
-
-
 @pytest.mark.parametrize("pe", "sin rsin rope alibi t5".split())
 def test_positions_are_exact_in_16_bits(pe):
     """A model cast to 16 bits, or made while they are the default, keeps its frequencies, slopes

@@ -75,14 +75,14 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys):
         assert message in error and name in error
 
 
-def test_what_a_text_lacks_is_said(tmp_path, said):
+def test_what_a_text_lacks_is_said(tmp_path, capsys):
     """Rows without text, and with other columns, are skipped, and their number is printed. If the
     second document, the only one for validation, is too short, the message says so."""
     rows = ['{"n": 1}', '{"text": null, "n": {"a": 1}}', "7", '{"text": " "}', '{"text": ["a"]}']
     rows += [json.dumps({"text": "short" if i == 1 else "longer " * 50}) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(rows))
     corpus = data.prepare(str(tmp_path / "a.jsonl"), "bpe", tmp_path / "cache")
-    assert "40 documents, 5 rows without text skipped" in said()
+    assert "40 documents, 5 rows without text skipped" in capsys.readouterr().out
     message = f"{len(corpus.val)} for validation .its second document .* 64 needs 62"
     refuses(message, data.Batches, corpus, 64, 0)
 
@@ -135,7 +135,7 @@ def test_hub_data_sets_stream(tmp_path):
     assert [*part.documents()] == ["\n".join(texts[:4]), "\n".join(texts[4:])]
 
 
-def test_bpe_is_bounded_for_any_text(monkeypatch, said):
+def test_bpe_is_bounded_for_any_text(monkeypatch, capsys):
     """If words are too many, as in text without spaces, the BPE is trained on the most frequent
     ones, and a line says so. Words that are too long, such as DNA, are left out."""
     rng, counted = random.Random(0), {}
@@ -147,7 +147,7 @@ def test_bpe_is_bounded_for_any_text(monkeypatch, said):
     bpe.bpe_state([Part(lambda: ["ACGT" * 999, *odd], 1)])
     assert 900 < sum(map(len, counted)) <= 1000
     assert exact.keys() < counted.keys()
-    assert f"trained on the {len(counted)} most frequent" in said()
+    assert f"trained on the {len(counted)} most frequent" in capsys.readouterr().out
 
 
 def test_long_documents_are_cut_without_loss():
@@ -169,7 +169,7 @@ def test_every_token_is_a_word_in_scripts_without_spaces(corpus):
             assert tokens == [inside] + [True] * (len(tokens) - 1), character
 
 
-def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, said):
+def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, capsys):
     """A folder without meta.json, which is written last, is prepared again. Of two processes that
     do so at once, one makes the files, and the other waits for it."""
     folder = shutil.copytree(corpus.folder, tmp_path / corpus.folder.name)
@@ -178,18 +178,18 @@ def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, said):
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(data.prepare, corpus_file, "bpe", tmp_path) for _ in range(2)]
     assert jobs[0].result().meta == jobs[1].result().meta == corpus.meta
-    assert said().count("rows without text skipped") == 1
+    assert capsys.readouterr().out.count("rows without text skipped") == 1
     assert (folder / "train.bin").read_bytes() == (corpus.folder / "train.bin").read_bytes()
 
 
-def test_data_as_a_program(tmp_path, monkeypatch, said):
+def test_data_as_a_program(tmp_path, monkeypatch, capsys):
     """The program prints a command that can be pasted: paths are quoted, and ~ is expanded. What is
     prepared is not made again, and a prepared folder needs no text."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my texts").mkdir()
     write_corpus(tmp_path / "my texts" / "t.jsonl", 20)
     data.main(["--dataset", "~/my texts/*.jsonl", "--text_column=title", "--cache=~/my cache"])
-    command = shlex.split(said().splitlines()[-1])
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert command[:4] == ["next:", "python", "train.py", f"--dataset={tmp_path}/my texts/*.jsonl"]
     monkeypatch.setattr(data, "lock", lambda *args: pytest.fail("prepared again"))
     data.main(command[3:])

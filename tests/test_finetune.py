@@ -191,18 +191,18 @@ def best_window(windows, position):
     return max(scores, key=scores.get)  # the first one, if equal
 
 
-def berts_answers(outputs, windows, n_best=20, longest=30):
+def berts_answers(outputs, windows):
     """BERT's run_squad.py for one question, but with all spans that are short enough: windows are
     (first, number of tokens, spans in characters) -> [(score, start, end)], best first."""
     found = []
     for number, (out, (first, n, spans)) in enumerate(zip(outputs, windows)):
         offset, of_window = out.shape[1] - n - 1, []
         for i in range(n):
-            for j in range(i, min(n, i + longest)):
+            for j in range(i, min(n, i + 30)):
                 if best_window(windows, first + i) == number:
                     score = out[0, offset + i] + out[1, offset + j]
                     of_window.append((score, spans[i][0], spans[j][1]))
-        found += sorted(of_window, reverse=True)[:n_best]
+        found += sorted(of_window, reverse=True)[:20]
     return sorted(found, reverse=True)
 
 

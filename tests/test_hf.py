@@ -84,7 +84,7 @@ def test_a_roberta_is_imported_exactly(roberta, tmp_path):
     hf.main(["export", str(roberta.run), str(tmp_path / "theirs")])
     hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "again")])
     before, after = weights(roberta.run), weights(tmp_path / "again")
-    assert all(before[key] == after[key] for key in ("config", "tokenizer", "tokenizer_hash"))
+    assert all(before[key] == after[key] for key in ("config", "tokenizer"))
     torch.testing.assert_close(after["model"], before["model"], rtol=0, atol=0)
 
     first, n = encoder.config.cls_id, encoder.config.vocab_size

@@ -101,18 +101,12 @@ def test_dtype_of_a_cpu(monkeypatch):
         assert devices.pick_dtype(torch.device("cpu"))[0] == dtype, name
 
 
-def run_python(code, **environment):
-    """Run code in a new process -> its output."""
-    command = [sys.executable, "-c", code]
-    environment = {**os.environ, **environment}
-    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 def test_compiling_is_tried(tmp_path):
     """Without a compiler, one line says why nothing is compiled."""
     code = "import torch; from lib.device import *; print(can_compile(torch.device('cpu')))"
-    cache = str(tmp_path)  # with nothing in it that was compiled earlier
-    done = run_python(code, CXX="/no/g++", PATH="", TORCHINDUCTOR_CACHE_DIR=cache)
+    command, env = [sys.executable, "-c", code], {**os.environ, "CXX": "/no/g++", "PATH": ""}
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)  # with nothing that was compiled earlier
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     reason, result = done.stdout.splitlines()
     assert result == "False" and "/no/g++" in reason and done.stderr == ""

@@ -31,7 +31,7 @@ def runs(corpus_file, cache, tmp_path_factory):
     return out
 
 
-def test_predictions_for_masks_and_pairs(runs, said):
+def test_predictions_for_masks_and_pairs(runs, capsys):
     """For [MASK], the five most likely ordinary tokens are given; nsp's probability is the one in
     its loss."""
     model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
@@ -48,7 +48,7 @@ def test_predictions_for_masks_and_pairs(runs, said):
     batch = {"nsp_label": torch.tensor([0]), "nsp_weight": torch.tensor([1.0])}
     loss, _ = heads["nsp"].loss(encoder, encoder(sample.encode(encoder, *parts)), batch)
     sample.main(["--ckpt", str(runs / "mlm+nsp+pplm+tc"), "--text", "|||".join(parts)])
-    assert f"follows the first: {math.exp(-loss):.3f}" in said()
+    assert f"follows the first: {math.exp(-loss):.3f}" in capsys.readouterr().out
 
 
 def test_best_order_and_restoring(runs):
@@ -92,7 +92,7 @@ def test_best_order_and_restoring(runs):
     assert sample.correct_pairs(restored) == math.comb(n, 2) > sample.correct_pairs(shuffled)
 
 
-def test_rates_of_restoring(runs, tmp_path, said, monkeypatch):
+def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
     """results.restore: a model that knows the offsets restores all sentences, one that believes the
     given positions leaves them, and one that knows wrong offsets gets them wrong."""
     text, n = tmp_path / "text.txt", 9
@@ -110,7 +110,7 @@ def test_rates_of_restoring(runs, tmp_path, said, monkeypatch):
 
         monkeypatch.setattr(sample, "offsets_log_p", offsets_log_p)
         restore.main([str(runs / "mlm+nsp+pplm+tc"), "--text", str(text)])
-        assert said().count(outcome) == 2  # even and odd lines
+        assert capsys.readouterr().out.count(outcome) == 2  # even and odd lines
 
 
 @pytest.mark.parametrize("name", ["pplm", "pplm_binary"])
@@ -123,7 +123,7 @@ def test_detection_of_moved_tokens_equals_a_loop(name):
     encoder, objective, pos = model.encoder, model.objectives[name], batch["pos"]
     states = encoder.hidden_states(tokens, pos)
     p = objective.head.psi(objective.head.scores(encoder, states, pos)).softmax(-1)
-    found = sample.detect_moved(objective, encoder, states, batch)
+    found = sample.detect_moved(encoder, objective, batch)
     for b, (confidence, stayed, auc) in enumerate(found):
         index, expected = batch["eligible"][b].nonzero()[:, 0].tolist(), []
         for i in index:
@@ -155,12 +155,12 @@ PRINTED = {
 
 
 @pytest.mark.parametrize("ckpt", PRINTED)
-def test_prompts_until_an_empty_line(runs, said, monkeypatch, capsys, ckpt):
+def test_prompts_until_an_empty_line(runs, monkeypatch, capsys, ckpt):
     """Each objective has its output for the kind of text it takes; a text that does not suit is one
     line, and not the end."""
     texts = iter([*PRINTED[ckpt], "", "not read"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(texts))
     sample.main(["--ckpt", str(runs / ckpt)])
-    printed = said()
+    printed = capsys.readouterr().out
     assert all(part in printed for part in PRINTED[ckpt].values()) and next(texts) == "not read"
     assert "no checkpoint at " in one_line(capsys, sample.main, ["--ckpt", f"{runs}/nowhere"])

@@ -24,9 +24,9 @@ FLAGS = "--headless --no-sandbox --disable-gpu --hide-scrollbars --remote-debugg
 
 
 class Browser:
-    """A headless Chromium with one page of a width and a height."""
+    """A headless Chromium with one page."""
 
-    def __init__(self, file, width=840, height=700, dark=False):
+    def __init__(self, file):
         program = shutil.which("chromium") or shutil.which("google-chrome")
         if program is None:
             raise UserError("no chromium or google-chrome is installed")

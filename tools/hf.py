@@ -139,8 +139,7 @@ def import_run(source, run):
     for key, value in ROBERTA.items():
         if getattr(config, key, value) != value:
             raise UserError(f"{source} is not RoBERTa: its {key} is {getattr(config, key)}")
-    state = gpt2_state()
-    arguments = encoding_arguments(state)
+    arguments = encoding_arguments(gpt2_state())
     tokenizer = from_pretrained("AutoTokenizer", source)
     their_ids = match_ids(tokenizer, config.vocab_size, token_names(arguments))
     # roberta-base has a pooler, which was never trained. Other missing or extra weights are errors.
@@ -172,7 +171,6 @@ def import_run(source, run):
         "step": 0,
         "data": {"dataset": source},
         "tokenizer": arguments,
-        "tokenizer_hash": state["hash"],
         "config": asdict(cfg),
         "model": model.state_dict(),
     }

@@ -212,8 +212,7 @@ def token_ablation(model, corpus):
             _, scalars = model({**batch, "tokens": replaced})
             losses[kind] += float(scalars[name]) * len(tokens) / n
         if not objective.masks_positions:
-            states = encoder.hidden_states(batch["tokens"], batch["pos"])
-            aucs += [auc for *_, auc in detect_moved(objective, encoder, states, batch)]
+            aucs += [auc for *_, auc in detect_moved(encoder, objective, batch)]
     losses["auc"] = float(np.nanmean(aucs)) if aucs else None
     return losses
 
@@ -625,18 +624,18 @@ def task_scores(folder, step):
 INDICATORS = ("opr", "opr_20", "aiv", "aiv w/o specials", "sd", "db")
 
 
-def correlations(runs, names=INDICATORS):
+def correlations(runs):
     """Pearson's r of indicators and task scores over the runs of one objective (Wang 2021, table 5)
     -> rows of a table. Runs without positions (none) are left out, as in its footnote 11."""
     rows, table = [], []
     for run in runs:
         for score, value in run["scores"].items():
             rows.append({**run, "score": score, "value": value})
-    frame = pandas.DataFrame(rows, columns=["pe", "objective", "score", "value", *names])
+    frame = pandas.DataFrame(rows, columns=["pe", "objective", "score", "value", *INDICATORS])
     frame = frame[frame.pe != "none"].replace([math.inf, -math.inf], math.nan)
     for (objective, score), group in frame.groupby(["objective", "score"]):
         if len(group) > 2:
-            r = group[["value", *names]].corr(min_periods=3)["value"].drop("value")
+            r = group[["value", *INDICATORS]].corr(min_periods=3)["value"].drop("value")
             table.append({"objective": objective, "score": score, "runs": len(group), **r})
     return table
 

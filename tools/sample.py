@@ -32,7 +32,7 @@ from lib.config import Parser, UserError, one_line_errors, pick_fields
 from lib.files import newest_run, read_checkpoint
 from lib.squad import Question
 from lib.weights import load_strict
-from model import UNKNOWN_POS, Encoder, EncoderConfig, Positions
+from model import UNKNOWN_POS, Encoder, EncoderConfig
 from objectives import ObjectiveConfig, Pretraining, new_batch, seeded_generator
 
 NEXT_TOKENS = 20  # tokens that clm generates
@@ -130,8 +130,8 @@ def continue_text(encoder, clm, text):
 
 
 def shuffle(encoder, objective, text, seed=0):
-    """Permute (or mask) the positions of a sentence as in training -> its n token strings, batch,
-    hidden states. A space is put first: without it, the first token would be recognizable."""
+    """Permute (or mask) the positions of a sentence as in training -> its n token strings, batch.
+    A space is put first: without it, the first token would be recognizable."""
     tokens = encode(encoder, " " + text.lstrip())
     batch = new_batch(tokens, encoder.config.vocab_size)
     if round(objective.cfg.pos_rate * (tokens.size(1) - 2)) < 2:
@@ -141,14 +141,14 @@ def shuffle(encoder, objective, text, seed=0):
         objective.corrupt(batch, seeded_generator(tokens.device, seed, "sample"))
         seed += 1
     strings = [encoder.tokenizer.decode([i]) for i in tokens[0, 1:-1].tolist()]
-    return strings, batch, encoder.hidden_states(tokens, batch["pos"])
+    return strings, batch
 
 
 def offsets_log_p(encoder, objective, tokens, pos):
     """Tokens (1, L) and their positions (1, L) -> the log-probability of each offset of each pair
     of the n = L - 2 inner tokens, (n, n, n_classes)."""
     states = encoder.hidden_states(tokens, pos)
-    scores = objective.head.scores(encoder, states, Positions(pos))
+    scores = objective.head.scores(encoder, states, pos)
     return objective.head.psi(scores).float().log_softmax(-1)[0].cpu()
 
 
@@ -186,7 +186,7 @@ def best_order(predict, pos, margin=MARGIN):
 def restore(encoder, objective, text, seed=0):
     """Shuffle a sentence and restore it from the predicted offsets -> its token strings, and two
     permutations (n,): their order as shuffled, and as restored."""
-    strings, batch, _ = shuffle(encoder, objective, text, seed)
+    strings, batch = shuffle(encoder, objective, text, seed)
     assigned, pos = batch["pos"], batch["pos"][0, 1:-1].cpu()
     masked = pos == UNKNOWN_POS  # pmlm: these tokens get the free positions at random
     free = masked.nonzero()[:, 0] + 1
@@ -207,13 +207,12 @@ def correct_pairs(order) -> int:
     return int((first < second).sum())
 
 
-def detect_moved(objective, encoder, states, batch):
-    """Measure how well a position objective detects moved tokens; states: the hidden states of
-    batch["tokens"] at batch["pos"]. Yield for each sequence with n
+def detect_moved(encoder, objective, batch):
+    """Measure how well a position objective detects moved tokens. Yield for each sequence with n
     eligible tokens: confidence (n,), the probability that a pair's assigned offset is the true one,
     averaged over all pairs of a token in both directions; stayed (n,) bool; and the AUC of the
     confidence (ties count 1/2; NaN if all tokens stayed or all moved)."""
-    head = objective.head
+    head, states = objective.head, encoder.hidden_states(batch["tokens"], batch["pos"])
     scores = head.scores(encoder, states, batch["pos"])  # (B, L-2, L-2, H)
     for s, pos, eligible in zip(scores, batch["pos"], batch["eligible"]):
         index = eligible.nonzero()[:, 0]
@@ -249,8 +248,8 @@ def print_sample(model, text):
     elif "clm" in heads:
         print(f"{text} ...{continue_text(encoder, heads['clm'], text)}")
     elif "pplm_binary" in heads:
-        strings, batch, states = shuffle(encoder, position, text)
-        [(confidence, stayed, auc)] = detect_moved(position, encoder, states, batch)
+        strings, batch = shuffle(encoder, position, text)
+        [(confidence, stayed, auc)] = detect_moved(encoder, position, batch)
         print("some tokens were moved; the model's confidence in each assigned position:")
         for token, p, has_stayed in zip(strings, confidence, stayed):
             print(f"{p:.2f} {'stayed' if has_stayed else 'moved '} {token!r}")
