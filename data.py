@@ -169,9 +169,9 @@ def encode(texts, encoding):
     """Yield (text, its ids) in order. tiktoken uses all cores for a batch of texts."""
     while batch := list(itertools.islice(texts, 64)):
         parts = [list(chunks(text)) for text in batch]
-        ids = iter(encoding.encode_ordinary_batch(sum(parts, [])))  # of one chunk after the other
+        ids = iter(encoding.encode_ordinary_batch(list(itertools.chain(*parts))))
         for text, part in zip(batch, parts):
-            yield text, [i for _ in part for i in next(ids)]
+            yield text, itertools.chain(*itertools.islice(ids, len(part)))
 
 
 def chunks(text):
@@ -188,7 +188,7 @@ def chunks(text):
 
 def open_corpus(folder) -> Corpus:
     """A prepared folder -> Corpus."""
-    state = read_json(folder / "tokenizer.json", name=str, hash=str)
+    state = read_json(folder / "tokenizer.json", name=str)
     meta = read_json(folder / "meta.json", dtype=str, vocab_size=int)
     train, val = (np.memmap(folder / f"{s}.bin", meta["dtype"], "r") for s in ("train", "val"))
     return Corpus(folder, meta, state, train, val)
