@@ -402,11 +402,6 @@ class NoPair(Right):
         pass
 
 
-class OneOfTwo(Right):
-    def edit_qk(self, q, k, pos):
-        return q
-
-
 class WrongOfTwo(Right):
     def edit_qk(self, q, k, pos):
         return q, k[..., :1]
@@ -431,7 +426,6 @@ MISTAKES = {
     NoReturn: r"NoReturn.bias \(.*test_all.py, line \d+\) returned None .*\(1 or B, 2, 12, 12\)",
     WrongShape: r"WrongShape.bias .* returned \(1, 12, 12\)",
     NoPair: r"NoPair.edit_qk .* returned None",
-    OneOfTwo: r"OneOfTwo.edit_qk .* returned Tensor instead of q, k",
     WrongOfTwo: r"WrongOfTwo.edit_qk .* returned \(6, 2, 12, 1\)",
     NoSuper: r"NoSuper.__init__ \(.*line \d+\) does not call super",
     Unregistered: "Unregistered.__init__ .* self.tables would not be trained",

@@ -68,19 +68,14 @@ class Peer(nn.Module):
         return self.theirs(batch["tokens"], position_ids=index, labels=labels).loss, {}
 
 
-def build(name, args, vocab_size):
-    """'ours tupe_r' or a class of transformers -> a model with train.py's interface."""
-    ours = name.removeprefix("ours ")
-    pe = "none" if name in PEERS else ours
-    args = argparse.Namespace(**{**vars(args), "pe": pe})
-    model = train.build_model(args, vocab_size, tokenizer=None)
-    return Peer(name, model) if name in PEERS else model
-
-
 def start(name, args, corpus, batches):
-    """-> a new model and step(number, lr), which runs one training step and returns its seconds."""
+    """name: 'ours tupe_r', or a class of transformers -> a new model and step(number, lr), which
+    runs one training step and returns its seconds."""
     torch.manual_seed(args.seed)
-    model = build(name, args, corpus.vocab_size).to(args.device).train()
+    pe = "none" if name in PEERS else name.removeprefix("ours ")
+    run = argparse.Namespace(**vars(args) | {"pe": pe})
+    ours = train.build_model(run, corpus.vocab_size, tokenizer=None)
+    model = (Peer(name, ours) if name in PEERS else ours).to(args.device).train()
     optimizer = train.build_optimizer(model, args)
     scaler = torch.amp.GradScaler(args.device.type, enabled=args.dtype == torch.float16)
 

@@ -224,23 +224,18 @@ def curve(lines, *keys):
     return points
 
 
-def machine(precision):
-    """The hardware and software that a result may depend on. precision: [kind of device, dtype]."""
-    return {
-        "processor": processor_name(precision[0]),
-        "threads": torch.get_num_threads(),
-        "dtype": precision[1],
-        "torch": str(torch.__version__),
-    }
-
-
 def collect(folder):
     """The files of a finished run -> its row, without the commands. It contains no path."""
     first, *lines = read_jsonl(folder / "log.jsonl")
-    args, last = first["args"], lines[-1]
+    args, last, (device, dtype) = first["args"], lines[-1], first["precision"]
     row = {
         "git": first["git"],
-        "machine": machine(first["precision"]),
+        "machine": {  # the hardware and software that a result may depend on
+            "processor": processor_name(device),
+            "threads": torch.get_num_threads(),
+            "dtype": dtype,
+            "torch": str(torch.__version__),
+        },
         "baselines": first["baselines"],
     }
     row["args"] = {key: args.get(key) for key in ARGS}

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shlex
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,6 @@ import torch
 
 torch.set_num_threads(1)  # the models are tiny
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
-# A job in the background of a script ignores Ctrl-C, and so would the runs that tests interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from their old tree"

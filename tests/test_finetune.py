@@ -24,7 +24,7 @@ from lib import bpe, glue, squad
 from lib.files import lock, read_jsonl
 from model import EncoderConfig, load
 from test_all import close, finetune_args, sequences, tiny_classifier
-from tests.conftest import WORDS, exit_code, one_line, run_train
+from tests.conftest import WORDS, one_line, run_train
 from tools import bow, predict
 
 NLI, RTE = ("entailment", "neutral", "contradiction"), ("entailment", "not_entailment")
@@ -348,14 +348,6 @@ def test_bag_of_words(home, tmp_path):
     assert all(row["metrics"]["accuracy"] > 0.9 and row["ckpt"] == "bow" for row in rows)
 
 
-def test_the_work_is_saved_before_it_is_printed(home, tmp_path, monkeypatch):
-    """A row and the model are there when their scores are printed."""
-    monkeypatch.setattr(finetune, "print_scores", lambda rows: exit(9))
-    assert exit_code(run_finetune, tmp_path, "cola", QUICK) == 9
-    assert (tmp_path / "finetuned-cola.pt").exists()
-    assert len(read_jsonl(tmp_path / "results.jsonl")) == 1
-
-
 class NoFloat64(TorchDispatchMode):
     """Refuses float64 tensors, as Apple's GPUs do."""
 
@@ -462,7 +454,6 @@ HEADER = "sentence1\tsentence2\tlabel\n"
 # fmt: off
 MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
-    ("cola --dropout 1", None, "--dropout: 1 is not in [0, 1)"),
     ("rte", None, "train.tsv does not exist"),
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2 is not in RTE's format ('maybe')"),
     ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),

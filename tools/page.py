@@ -68,6 +68,7 @@ MEANINGS = {
 # The page has JavaScript for the other hooks of these.
 COMPUTED = ("Rotary", "BertAD", "Relative", "RelativeKeys", "RelativeSinusoidal")
 COMPUTED += ("LearnedRelativeSinusoidal", "Deberta")
+PAIRS = {"pplm", "pplm_some"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -83,17 +84,10 @@ def check(path, model):
                 raise UserError(f"{path}: a page has no JavaScript for {part.__name__}.{hook}")
     if model.causal:
         raise UserError(f"{path}: clm is causal, and a page runs bidirectional models only")
-    if not {"mlm", "pplm", "pplm_some"} & set(model.names):
+    if not {"mlm", *PAIRS} & set(model.names):
         raise UserError(f"{path}: a page shows mlm and pplm, and this is {'+'.join(model.names)}")
-    if (position := pair_objective(model)) and position[1].pair_layer == "last":
+    if PAIRS & set(model.names) and model.cfg.pair_layer == "last":
         raise UserError(f"{path}: a page has no --pair_layer last")
-
-
-def pair_objective(model):
-    """-> the name and the ObjectiveConfig of pplm or pplm_some, or None."""
-    for name in ("pplm", "pplm_some"):
-        if name in model.names:
-            return name, model.objectives[name].cfg
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,17 +171,18 @@ def offset_vectors(encoder, layer):
 
 def describe_run(model, args):
     """-> everything the page needs to know about a run, for JSON."""
-    encoder, info, pair = model.encoder, model.run_info, pair_objective(model)
+    encoder, info = model.encoder, model.run_info
     cfg, used = encoder.config, info["args"]
     copies = info["identity"].get("--grad_accum times processes", 0)  # 0: imported from elsewhere
-    layers = range(cfg.n_layer + (pair is not None and pair[1].pair_scores == "total"))
+    pairs = [name for name in model.names if name in PAIRS]  # one at most
+    layers = range(cfg.n_layer + len(pairs) * (model.cfg.pair_scores == "total"))
     parts = list(encoder.scheme.parts)
     return {
         "text": TEXTS.get(info["data"]["dataset"], args.text),
         "n_tokens": info["step"] * copies * used.get("batch_size", 0) * cfg.max_len,
         "n_parameters": sum(weight.numel() for weight in model.parameters()),
         "objectives": model.names,
-        "position": pair and {"name": pair[0], "pair_scores": pair[1].pair_scores},
+        "position": {"name": pairs[0], "pair_scores": model.cfg.pair_scores} if pairs else None,
         "meaning": "; it ".join(MEANINGS.get(part, f"uses {part}") for part in parts),
         "rotary": "Rotary" in parts,
         "config": asdict(cfg),
