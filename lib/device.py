@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import re
+import resource  # peak memory of a process
 import subprocess
 import sys
 import warnings
@@ -12,11 +13,6 @@ from pathlib import Path
 import torch
 
 from lib.config import UserError
-
-try:
-    import resource  # peak memory of a process
-except ImportError:  # Windows
-    resource = None
 
 
 def processor_name(device_type):
@@ -129,11 +125,9 @@ def peak_flops(device):
 
 
 def peak_memory_mb(device):
-    """Peak memory of this process in MiB; 0 if unknown."""
+    """Peak memory of this process in MiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    if resource is None:
-        return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

@@ -106,9 +106,8 @@ def catch_signals():
             os._exit(128 + number)
         received["number"] = number
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
             previous[number] = signal.signal(number, handler)
     try:
         yield received
