@@ -342,7 +342,7 @@ def train(model, rows, chosen, lr, seed, args):
     steps = chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
     if args.compile:
         torch._dynamo.reset()  # the previous model's graphs count towards dynamo's limit
-        model.compile(dynamic=True)  # one graph for all lengths
+        model.compile(dynamic=True)  # the length varies (on a GPU, SDPA needs a few graphs)
     optimizer = torch.optim.AdamW(
         param_groups(model, lr, chosen.layer_decay, chosen.weight_decay), eps=chosen.eps, fused=True
     )

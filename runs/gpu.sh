@@ -22,14 +22,15 @@ fi
 # 1. The demo, which needs no text. The first step compiles, perhaps for a minute.
 python train.py --pe tupe_r $more --out_dir $out/demo
 
-# 2. Losses and gradients of every scheme and objective, beside a CPU's in float32; then compiled.
-for dtype in float32 float16 bfloat16; do
+# 2. Losses and gradients of every scheme and objective, beside a CPU's in float32; then compiled, some of them at RPP's size as well, since
+#    the compiler uses other kernels for large tensors.
+bf16=$(python -c "import torch; print('bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else '')")
+for dtype in float32 float16 $bf16; do
     python -m tools.bench --agree --pe all --dtype $dtype --json $out/agree-pe-$dtype.json
     python -m tools.bench --agree --pe tupe_r --objective all --dtype $dtype --json $out/agree-objective-$dtype.json
 done
-for pe in $(python -c "from model import PE_NAMES; print(*PE_NAMES)"); do
-    python -m tools.bench --agree --compile --pe "$pe" --json "$out/agree-compiled-$pe.json"
-done
+python -m tools.bench --agree --compile --pe all --json $out/agree-compiled.json
+python -m tools.bench --agree --compile --preset rpp --pe tupe_r,rel,deberta --objective mlm,pplm,taco --json $out/agree-rpp.json
 
 # 3. Speed and memory of a step: beside transformers, of schemes, of objectives.
 python -m tools.bench --peer hf --preset rpp $pairs --json $out/peer-rpp.json
