@@ -114,7 +114,7 @@ def test_figures():
     assert all(gain < 0 if pe in inputs else gain > 0.4 for pe, gain in gains.items())
     later = {pe: x[0] for pe, (_, x) in show.scheme_losses(rows).items() if x}
     close = [pe for pe in later if later[pe] < min(later.values()) + 0.135]
-    assert len(close) == 6 and 0.55 < later["abs"] - later["rope"] < 0.65
+    assert len(close) == 8 and 0.55 < later["abs"] - later["rope"] < 0.65
 
 
 def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):
