@@ -454,7 +454,9 @@ def draw_plateau(rows):
 
 
 def draw_long(rows):
-    title = "BERT's positions (abs) begin to help after 16 M tokens; after 49 M they are .6 behind rope"
+    title = (
+        "BERT's positions (abs) begin to help after 16 M tokens; after 49 M they are .6 behind rope"
+    )
     [[axes]] = panels(title, "millions of tokens (seed 1337)", "validation loss of mlm (nats)")
     axes.set_ylim(2.5, 7.2)  # room for the names
     curves = {}
