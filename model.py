@@ -31,7 +31,7 @@ function reset_cls below:
 name (--pe)         from            hooks          what it does
 none                Wang 2021       -              nothing: a bag of tokens
 abs, bert_a         TUPE eq 3       embed          x_i + p_i, a learned table
-sin                 Vaswani 2017    embed          x_i + [sin w_k i, cos w_k i], w_k = 10000^(-2k/C)
+sin                 Vaswani 2017    embed          sqrt(C) x_i + sin, cos(w_k i), w_k = 1e4^(-2k/C)
 lsin                Wang 2021       embed          the same with w learned
 rel                 Shaw 2018       scores values  q_i . (k_j + a_r) / sqrt(D); output
                                                    sum_j A_ij (v_j + a_r)

@@ -33,7 +33,7 @@ def check_length(encoder, longest):
         encoder(torch.zeros(1, longest, dtype=torch.long))
     except ValueError as error:
         raise UserError(
-            f"--lengths {longest}: {error}; to extend it, train a few more steps with the run's "
+            f"--lengths {longest}: {error}; to extend it, train further with the run's "
             f"own flags and --init_from RUN --block_size {longest} --out_dir NEW"
         ) from None
 
