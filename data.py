@@ -98,13 +98,13 @@ def find_prepared(dataset, tokenizer, cache):
     versions (reading them again takes 25 s); else None. Raises UserError."""
     folder = Path(dataset)
     if (folder / "meta.json").exists():
-        used = read_json(folder / "meta.json", tokenizer=str)["tokenizer"]
+        used = read_json(folder / "meta.json")["tokenizer"]
         if used != tokenizer:
             raise UserError(f"{folder} was prepared with --tokenizer {used}: give that flag")
         return folder
     if dataset == "docs":
         for file in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
-            if read_json(file, source=dict)["source"].get("versions") == docs_versions():
+            if read_json(file)["source"].get("versions") == docs_versions():
                 return file.parent
 
 
@@ -188,8 +188,8 @@ def chunks(text):
 
 def open_corpus(folder) -> Corpus:
     """A prepared folder -> Corpus."""
-    state = read_json(folder / "tokenizer.json", name=str)
-    meta = read_json(folder / "meta.json", dtype=str, vocab_size=int)
+    state = read_json(folder / "tokenizer.json")
+    meta = read_json(folder / "meta.json")
     train, val = (np.memmap(folder / f"{s}.bin", meta["dtype"], "r") for s in ("train", "val"))
     return Corpus(folder, meta, state, train, val)
 

@@ -141,7 +141,7 @@ def read_docs(cache):
     the validation documents of pre-training.
     """
     train, dev = [], []
-    stored = read_json(prepare("docs", "bpe", cache).folder / "docs.json", rows=list, every=int)
+    stored = read_json(prepare("docs", "bpe", cache).folder / "docs.json")
     for i, (library, text) in enumerate(stored["rows"]):
         is_dev = i % stored["every"] == 1  # the split of pre-training (data.py)
         texts = (LIBRARY_NAMES.sub("[MASK]", text),)

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import errno
 import os
-import re
 import sys
 
 import torch
@@ -19,8 +18,9 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def one_line_errors(remedy="use a smaller model or batch"):
-    """`main` runs inside it. A UserError, an OSError, running out of memory (`remedy`: what to do
-    then) and Ctrl-C end in one line on standard error. No other exception is caught."""
+    """`main` runs inside it. A UserError, an OSError, a missing package, running out of memory
+    (`remedy`: what to do then) and Ctrl-C end in one line on standard error. No other exception is
+    caught."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
     try:
@@ -29,6 +29,8 @@ def one_line_errors(remedy="use a smaller model or batch"):
         leave(130, "interrupted")
     except UserError as error:
         leave(2, str(error))
+    except ModuleNotFoundError as error:
+        leave(2, f"{error}: pip install -r requirements-dev.txt")
     except OSError as error:  # a full or broken disk, or a wrong path
         leave(1 if error.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2, str(error))
     except (RuntimeError, MemoryError) as error:
@@ -69,8 +71,7 @@ def leave(code, message=""):
     wait for a thread that needs it, so they can hang forever (pytorch#190489).
     """
     if message:
-        message = re.sub(r"(\S{200})\S+", r"\1...", " ".join(message.split()))
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         sys.stdout.flush()
         os._exit(code)

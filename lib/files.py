@@ -60,17 +60,12 @@ def read_jsonl(file):
     return rows
 
 
-def read_json(file, **types):
-    """-> the object in a JSON file. Raises UserError if one of the named keys is missing or has
-    another type."""
+def read_json(file):
+    """-> the object in a JSON file. Raises UserError if it is not JSON."""
     try:
-        value = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+        return json.loads(Path(file).read_text(encoding="utf-8-sig"))
     except ValueError as error:  # not UTF-8, or not JSON
         raise UserError(f"{file} is damaged ({error})") from None
-    for key, kind in types.items():
-        if not isinstance(value, dict) or not isinstance(value.get(key), kind):
-            raise UserError(f"{file} is damaged (it has no {key} of type {kind.__name__})")
-    return value
 
 
 @contextlib.contextmanager

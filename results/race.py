@@ -136,7 +136,7 @@ def race(minutes, schemes, args):
     conditions |= {"batch_size": args.batch_size, "block_size": args.block_size}
     conditions |= {"mask_rate": args.mask_rate, "machine": machine}
     conditions["tokenizer_hash"] = corpus.meta["tokenizer_hash"]
-    rows = read_json(FILE, rows=list)["rows"] if FILE.exists() else []
+    rows = read_json(FILE)["rows"] if FILE.exists() else []
     done = {row["name"]: row for row in rows if conditions.items() <= row.items()}
 
     def add(name, found):
@@ -166,8 +166,6 @@ def main(argv=None):
     parser.add_argument("--pe", default="abs,tupe_r", help="schemes")
     with one_line_errors():
         given, more = parser.parse_known_args(argv)
-        if transformers is None:
-            raise UserError("this needs transformers: pip install -r requirements-dev.txt")
         schemes = given.pe.split(",")
         for pe in schemes:  # only checks them
             train.parse_args([*more, "--pe", pe])

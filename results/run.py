@@ -253,7 +253,6 @@ def collect(folder):
             row["ranges"] = [[n, opr(A, n), db(A, n)] for n in RANGES]
         if "steps" in found:
             row["contexts"] = curve(found["steps"], "contextual score")
-            row["entropies"] = curve(found["steps"], "entropy")
             row["spreads"] = []  # [step, spread of the embedding, of layer 1, ...]
             for x in found["steps"]:
                 spreads = [x[key] for key in x if key.startswith("spread")]
@@ -262,7 +261,8 @@ def collect(folder):
     results = {}
     for file in [folder / "results.jsonl", *folder.glob("at_*/results.jsonl")]:
         for x in read_jsonl(file):  # an interrupted task may have some rows twice
-            results[x["task"], x["step"], x["lr"], x["seed"]] = x
+            if "finetuned-" not in x["ckpt"]:  # a row of tools.predict has the same keys
+                results[x["task"], x["step"], x["lr"], x["seed"]] = x
     for (_, task), runs in finetune.best_runs(results.values(), statistics.median).items():
         share = runs[0]["step"] / last["step"]
         at = f" at {share:g}" if share < 1 else ""

@@ -9,7 +9,6 @@ import pandas
 import torch
 
 from finetune import RECIPES
-from lib.config import UserError
 from lib.files import read_json
 from lib.glue import paper_averages
 from model import Encoder, EncoderConfig, parse_pe
@@ -232,7 +231,7 @@ def scheme_losses(rows):
 def ranking(rows):
     """A line for each scheme of table `schemes`. What a scheme adds to a model, and what it can
     represent, is found out from a model of demo size."""
-    bench = read_json(HERE / "bench-pe-demo.json", rows=list)["rows"]
+    bench = read_json(HERE / "bench-pe-demo.json")["rows"]
     step_times = {row["pe"]: f"{1 / row['speed']:.1f}" for row in bench}
 
     def n_parameters(encoder):
@@ -324,14 +323,12 @@ SPREAD = "spread (0: tokens cannot be told apart)"
 
 def draw(folder, rows):
     """Draw the figures of the pages into a folder."""
-    try:
-        import matplotlib  # only figures need it
-    except ImportError:
-        raise UserError("figures need matplotlib: pip install matplotlib") from None
+    import matplotlib  # only figures need it
+
     with matplotlib.rc_context(STYLE):
         for file, paint in FIGURES.items():
             paint(rows).figure.savefig(folder / file)
-    terms = read_json(HERE / "terms.json", runs=list)["runs"]  # of tools.probe --terms
+    terms = read_json(HERE / "terms.json")["runs"]  # of tools.probe --terms
     title = "In abs, the position term varies only at [CLS] and [SEP]; TUPE's favors the next token"
     if len({run["step"] for run in terms}) > 1:
         title += "\n(abs was trained for longer, because it learns order later)"
@@ -610,7 +607,7 @@ def draw_race(rows):
     title = "In twenty minutes ours take 3 to 4 times as many steps: logits at masked tokens only"
     [[axes]] = panels(title, "minutes of training", "validation loss of mlm (nats)")
     ends = {}
-    for row in read_json(HERE / "bench-race.json", rows=list)["rows"]:
+    for row in read_json(HERE / "bench-race.json")["rows"]:
         if row["race"] == 20 and "curve" in row:
             name = row["name"].removesuffix("ForMaskedLM")
             pe = name.removeprefix("ours ")

@@ -292,10 +292,8 @@ def grade(folder):
     """-> the exercise's name and the result of `check`. Raises UserError, OSError."""
     if not (folder / "exercise.json").is_file():
         raise UserError(f"{folder} was not made by python -m teach.exercises NAME")
-    name = read_json(folder / "exercise.json", exercise=str)["exercise"]
+    name = read_json(folder / "exercise.json")["exercise"]
     exercise = find_exercise(name)
-    if importlib.util.find_spec("pytest") is None:
-        raise UserError("grading needs pytest: pip install -r requirements-dev.txt")
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         copy_files(temporary, *CORE, "teach/exercises.py")

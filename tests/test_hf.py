@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import data
 import finetune
@@ -15,8 +16,6 @@ from lib import bpe
 from lib.files import read_checkpoint
 from tests.conftest import ROOT, one_line, run_train, weights
 from tools import hf, sample
-
-transformers = pytest.importorskip("transformers")
 
 
 @torch.no_grad()

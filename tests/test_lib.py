@@ -14,15 +14,16 @@ from tests.conftest import one_line, refuses
 
 
 def test_errors_become_one_line(capsys):
-    """A user's mistake, a file that cannot be used, a full disk, no memory and Ctrl-C are one line;
-    every other error is a bug and keeps its traceback."""
+    """A user's mistake, a missing package, a file that cannot be used, a full disk, no memory and
+    Ctrl-C are one line; every other error is a bug and keeps its traceback."""
 
     def program(error):
         with one_line_errors("use less"):
             raise error
 
     for error, code in (
-        (UserError("wrong"), 2),
+        (UserError("two\nlines"), 2),
+        (ModuleNotFoundError("No module named 'matplotlib'"), 2),
         (FileNotFoundError(2, "No such file or directory", "x"), 2),
         (OSError(28, "No space left on device", "x"), 1),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),
@@ -30,7 +31,6 @@ def test_errors_become_one_line(capsys):
         (KeyboardInterrupt(), 130),
     ):
         one_line(capsys, program, error, code=code)
-    assert len(one_line(capsys, program, UserError("two\nlines " + "x" * 5000))) < 300
     for error in (ValueError("too many values to unpack"), RuntimeError(), KeyError(), TypeError()):
         with pytest.raises(type(error)):
             program(error)
@@ -40,9 +40,9 @@ def test_damaged_files(tmp_path):
     """A damaged JSON file is refused by name; broken lines of JSON lines are skipped; a file that
     is being written keeps its old content until it is complete."""
     file = tmp_path / "x.json"
-    for content in (b"", b"\xff\xfe", b"[]", b'{"a": 1}', b'{"a": "1", "b": "c"}'):
+    for content in (b"", b"\xff\xfe"):
         file.write_bytes(content)
-        refuses("x.json is damaged", read_json, file, a=int, b=str)
+        refuses("x.json is damaged", read_json, file)
     file.write_bytes(b'{"a": 1}\n{"b"\n\n{"b"')  # a crash has cut the last line short
     append_jsonl(file, {"a": 2})
     with pytest.raises(KeyError), atomic_write(file) as handle:

@@ -208,8 +208,8 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
 
 def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     """TACO app. A.3: the mean cosine of each token with the others of its sequence, and with those
-    of other sequences, for each kept checkpoint; the spread of hidden states; the entropy of
-    attention."""
+    of other sequences, for each kept checkpoint; the spread of hidden states; the
+    mean cosine of pairs of words."""
     load = probe.load_pretraining
 
     def load_enlarged(file):  # so that every weight matters
@@ -217,7 +217,10 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
         return enlarge(load(file))
 
     monkeypatch.setattr(probe, "load_pretraining", load_enlarged)
-    rows = results(probe.main, tmp_path / "out", "--dynamics", runs / "abs")["steps"]
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("array\tvalues\t9.1\nreturn\tdocumentation\t1.5\n")
+    flags = ["--dynamics", runs / "abs", "--pairs", pairs]
+    rows = results(probe.main, tmp_path / "out", *flags)["steps"]
     assert [row["step"] for row in rows] == [4, 8, 12]
     encoder = probe.load_pretraining(runs / "abs" / "ckpt_8.pt").encoder
     tokens = probe.validation_sequences(corpus, 128, 16)
@@ -232,13 +235,14 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     cosines, same = vectors @ vectors.T, chosen[:, :1] == chosen[:, 0]
     inter = [row[others].mean() for row, others in zip(cosines, ~same)]
     intra = [row[others].mean() for row, others in zip(cosines, same.fill_diagonal_(False))]
-    entropies = [
-        torch.distributions.Categorical(encoder.attention(tokens[:16], layer)).entropy().mean()
-        for layer in range(encoder.config.n_layer)
-    ]
-    last = f"spread {encoder.config.n_layer}"
-    found = [rows[1][name] for name in ("intra-context", "inter-context", last, "entropy")]
-    expected = [np.mean(intra), np.mean(inter), float(spread), np.mean(entropies)]
+    words = []
+    for word in (" array", " values", " return", " documentation"):
+        ids = encoder.tokenizer.encode_ordinary(word)
+        words.append(sum(encoder.tok.weight[i] for i in ids))  # as long as it likes: a cosine
+    (a, b, c, d), last = F.normalize(torch.stack(words), dim=1), f"spread {encoder.config.n_layer}"
+    names = ("intra-context", "inter-context", last, "word pairs")
+    found = [rows[1][name] for name in names]
+    expected = [np.mean(intra), np.mean(inter), float(spread), float((a @ b + c @ d) / 2)]
     assert found == pytest.approx(expected, abs=1e-5)
 
 

@@ -93,8 +93,6 @@ def build_peer(cfg):
     """EncoderConfig -> RobertaForMaskedLM of the same size."""
     from tools.hf import their_sizes, transformers  # not at the top: takes seconds and memory
 
-    if transformers is None:
-        raise UserError("--peer needs transformers: pip install -r requirements-dev.txt")
     config = transformers.RobertaConfig(
         **their_sizes(cfg), type_vocab_size=1, attn_implementation="sdpa"
     )

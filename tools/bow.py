@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from finetune import TASKS, evaluate, print_scores, read_task
-from lib.config import Parser, UserError, between, one_line_errors
+from lib.config import Parser, between, one_line_errors
 
 
 def bag_of_words(rows):
@@ -19,16 +19,12 @@ def bag_of_words(rows):
     .predict(rows) gives classes.
 
     The features are the words. For a pair of texts, further features are whether the first text
-    contains each word of the second, and the share of such words in tenths. Raises UserError
-    without scikit-learn.
+    contains each word of the second, and the share of such words in tenths.
     """
-    try:
-        from sklearn.feature_extraction.text import TfidfVectorizer
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.pipeline import make_pipeline
-    except ImportError:
-        message = "tools.bow needs scikit-learn: pip install -r requirements-dev.txt"
-        raise UserError(message) from None
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
     words = TfidfVectorizer().build_analyzer()
 
     def features(row):

@@ -152,8 +152,7 @@ def record(browser):
 
 def main(argv=None):
     with one_line_errors():
-        parser = Parser("-m tools.gif", __doc__)
-        parser.usage = "python -m tools.gif PAGE.html FILE.gif"
+        parser = Parser("-m tools.gif PAGE.html FILE.gif", __doc__)
         parser.add_argument("page", metavar="PAGE.html")
         parser.add_argument("file", metavar="FILE.gif")
         args = parser.parse_args(argv)

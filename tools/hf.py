@@ -22,6 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
+from tokenizers import AddedToken, ByteLevelBPETokenizer, processors
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.bpe import encoding_arguments, gpt2_state
 from lib.config import Parser, UserError, one_line_errors
@@ -29,13 +32,6 @@ from lib.files import read_checkpoint, read_jsonl, write_checkpoint, write_json
 from lib.sources import check_hub
 from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load, parse_pe
 from objectives import ObjectiveConfig, Pretraining
-
-try:
-    import transformers
-    from tokenizers import AddedToken, ByteLevelBPETokenizer, processors
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-except ImportError:
-    transformers = None
 
 # A scheme -> the architecture in transformers that computes the same.
 # fmt: off
@@ -293,14 +289,11 @@ data {checkpoint["data"]["dataset"]}.
 def main(argv=None):
     directions = {"import": import_run, "export": export_run}
     with one_line_errors(), torch.no_grad():
-        parser = Parser("-m tools.hf", __doc__)
-        parser.usage = "python -m tools.hf import|export SOURCE TARGET"
+        parser = Parser("-m tools.hf import|export SOURCE TARGET", __doc__)
         parser.add_argument("direction", choices=directions)
         parser.add_argument("source", type=os.path.expanduser)
         parser.add_argument("target", type=lambda path: Path(path).expanduser())
         args = parser.parse_args(argv)
-        if transformers is None:
-            raise UserError("tools.hf needs transformers: pip install transformers")
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         if args.target.exists():

@@ -225,8 +225,7 @@ def half_checkpoint(path):
 
 def main(argv=None):
     with one_line_errors():
-        parser = Parser("-m tools.page", __doc__)
-        parser.usage = "python -m tools.page [RUN ...] FILE.html [flags] | RUN FILE.pt"
+        parser = Parser("-m tools.page RUN FILE.pt | [RUN ...] FILE.html", __doc__)
         parser.add_argument("runs", nargs="*", metavar="RUN", type=os.path.expanduser)
         parser.add_argument("file", metavar="FILE", type=os.path.expanduser)
         parser.add_argument(

@@ -134,16 +134,11 @@ def indicators(A):
 
 
 @torch.no_grad()
-def attention_logits(encoder, tokens, layer=0, causal=False):
-    """The attention logits of a block, before the softmax; layer 0 to n_layer - 1
-    -> (B, H, L, L)."""
+def attention_logits(encoder, tokens, causal=False):
+    """The attention logits of layer 1, before the softmax -> (B, H, L, L)."""
     pos = Positions.of(tokens)
-    if layer == 0:  # without the other blocks, which would take most of the time
-        x = encoder.embed(tokens, pos)
-    else:
-        x = encoder.hidden_states(tokens, pos, causal=causal)[layer]
-    q, k, _ = encoder.blocks[layer].heads(x)
-    return encoder.logits(q, k, pos, layer, causal=causal)
+    q, k, _ = encoder.blocks[0].heads(encoder.embed(tokens, pos))
+    return encoder.logits(q, k, pos, 0, causal=causal)
 
 
 def probe_words(encoder, n=300):
@@ -760,8 +755,7 @@ def word_pair_similarity(encoder, file):
 
 def dynamics(folder, pairs, out_dir, device):  # --dynamics
     """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
-    and 6), the spread of its hidden states, and the mean entropy of its attention in nats. Raises
-    UserError, OSError."""
+    and 6), and the spread of its hidden states. Raises UserError, OSError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:
@@ -776,10 +770,6 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
         table.append({"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)})
         spreads = token_spread(encoder, tokens.to(device), model.causal)
         table[-1] |= {f"spread {layer}": x for layer, x in enumerate(spreads)}
-        first, causal = tokens[:16].to(device), model.causal
-        logits = [attention_logits(encoder, first, layer, causal) for layer in range(cfg.n_layer)]
-        A = torch.stack(logits).softmax(-1)  # (n_layer, B, H, L, L)
-        table[-1]["entropy"] = float(torch.special.entr(A).sum(-1).mean())
         if pairs:
             table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
     steps, *columns = zip(*(row.values() for row in table))
