@@ -38,7 +38,7 @@ from lib.sources import docs_versions, find_source
 
 ENCODE_CHUNK = 100_000  # characters tokenized at once: bounds memory if a document is one line
 BOOKS_DATASET = "SamuelYang/bookcorpus"
-VAL_SEQUENCES, VAL_BATCH = 512, 32  # every run is validated on the same sequences
+VAL_SEQUENCES, VAL_BATCH = 512, 32  # in validation; the same sequences for every run
 
 
 # --------------------------------------------------------------------------------------------------
@@ -51,9 +51,9 @@ class Corpus:
 
     folder: Path
     meta: dict
-    tokenizer: dict  # see tokenizer_state
+    tokenizer: dict  # see tokenizer_state in lib/bpe.py
     train: np.ndarray  # (number of tokens,) uint16, or uint32 if the vocabulary needs it
-    val: np.ndarray
+    val: np.ndarray  # (number of tokens,)
 
     @property
     def vocab_size(self):
@@ -63,7 +63,7 @@ class Corpus:
         return len(getattr(self, split)) // (L - 2)
 
     def sequences(self, split, index, L):
-        """The sequences [CLS] x_1 ... x_(L-2) [SEP] with indices `index` (n,) -> (n, L) int64."""
+        """The sequences [CLS] x_1 ... x_(L-2) [SEP] with indices `index` (b,) -> (b, L) int64."""
         stream, n = getattr(self, split), L - 2
         blocks = stream[: len(stream) // n * n].reshape(-1, n)
         sequences = np.empty((len(index), L), np.int64)
@@ -179,7 +179,7 @@ def chunks(text):
     start = 0
     while len(text) - start > ENCODE_CHUNK:
         window = text[start + 1 : start + ENCODE_CHUNK]
-        # The last white space of the window, or the whole chunk if it has none (-1 + 1 = 0).
+        # Cut at the last white space. Without any, rfind gives -1: take the whole chunk.
         cut = max(window.rfind(" "), window.rfind("\n")) + 1 or ENCODE_CHUNK
         yield text[start : start + cut]
         start += cut
@@ -241,8 +241,8 @@ def validation_sequences(corpus, n, L):
 
 
 def validation_batches(corpus, L):
-    """The sequences on which every run is validated -> tuple of (b, L) with b near VAL_BATCH, so
-    that no batch is much smaller: contrastive losses need several sequences."""
+    """The sequences on which every run is validated -> tuple of (b, L), all b nearly equal and at
+    most VAL_BATCH: a small last batch would have too few sequences for contrastive losses."""
     sequences = validation_sequences(corpus, VAL_SEQUENCES, L)
     return sequences.tensor_split(math.ceil(len(sequences) / VAL_BATCH))
 

@@ -9,9 +9,9 @@
 It starts from the newest checkpoint under out/ unless --ckpt names one. Every score is a line of
 results.jsonl. The table at the end shows the median or mean over seeds, the spread, and the score
 of always giving the most frequent answer (majority). The best run's model is saved beside it as
-finetuned-<task>.pt; tools/predict.py scores it again and writes the files to submit. --compile is
-off by default, because it is only worth it in long runs. RPP is the paper on relative position
-prediction (2022); Wang 2021 is "On Position Embeddings in BERT".
+finetuned-<task>.pt, in place of an earlier one; tools/predict.py scores it again and writes the
+files to submit. --compile is off by default, because it is only worth it in long runs. RPP is the
+paper on relative position prediction (2022); Wang 2021 is "On Position Embeddings in BERT".
 """
 
 import itertools
@@ -125,12 +125,12 @@ def settings(args, task, cfg):
     batch_size, length, ... cfg: the encoder's configuration as a dictionary."""
     chosen = recipe_for(args.recipe, task, cfg["d_model"]) | {"recipe": args.recipe}
     chosen["length"] = max(8, min(chosen["length"], cfg["max_len"]))  # at least 8, as with --length
-    flags = {key: value for key, value in vars(args).items() if value is not None}
-    return SimpleNamespace(**chosen | {key: flags[key] for key in chosen.keys() & flags.keys()})
+    flags = {k: value for k, value in vars(args).items() if k in chosen and value is not None}
+    return SimpleNamespace(**chosen | flags)
 
 
 # --------------------------------------------------------------------------------------------------
-# A row is (texts, label), for SQuAD a Question. In test files, its index replaces the label.
+# Data. A row is (texts, label), or a squad.Question. A test row's index takes the label's place.
 
 
 def read_docs(cache):
@@ -261,13 +261,12 @@ class Classifier(nn.Module):
 def read_start(ckpt):
     """A path, or 'scratch' for an untrained model with the newest run's shape and tokenizer -> a
     checkpoint dictionary, whose `source` is its name in the results. Raises UserError."""
-    if ckpt == "scratch":
-        run = newest_run()
-        source = f"scratch, shaped like {run}"
-        return {**read_checkpoint(run), "model": {}, "step": 0, "source": source}
-    start = read_checkpoint(ckpt)
+    path = newest_run() if ckpt == "scratch" else ckpt
+    start = read_checkpoint(path)
     start.pop("optimizer", None)  # twice as large as the model
-    source = f"{ckpt} ({start['task']})" if "task" in start else ckpt
+    if ckpt == "scratch":
+        return {**start, "model": {}, "step": 0, "source": f"scratch, shaped like {path}"}
+    source = f"{path} ({start['task']})" if "task" in start else path
     return {**start, "source": source}
 
 
@@ -314,11 +313,12 @@ def param_groups(model, lr, layer_decay, weight_decay):
     for name, p in model.named_parameters():
         # Some schemes have weights of their own in each layer.
         layer = re.match(r"encoder\.(?:blocks|scheme\.parts\.\w+\.layers)\.(\d+)\.", name)
-        depth = n_layer - int(layer[1]) if layer else n_layer + 1
         if name.startswith("head."):
             depth = 0
-        if name.startswith("encoder.final_norm."):
+        elif name.startswith("encoder.final_norm."):
             depth = 1
+        else:
+            depth = n_layer - int(layer[1]) if layer else n_layer + 1
         key = lr * layer_decay**depth, weight_decay if p.dim() >= 2 else 0.0
         groups[key].append(p)
     return [
@@ -340,6 +340,7 @@ def train(model, rows, chosen, lr, seed, args):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     steps = chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
+    warmup = min(chosen.warmup, steps // 3)  # with few rows, taco's would be longer than the run
     if args.compile:
         torch._dynamo.reset()  # the previous model's graphs count towards dynamo's limit
         model.compile(dynamic=True)  # the length varies (on a GPU, SDPA needs a few graphs)
@@ -355,7 +356,7 @@ def train(model, rows, chosen, lr, seed, args):
     for step, indices in enumerate(bar):
         # The groups' learning rates rise and fall together, each with its own peak.
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * schedule(step, steps, chosen.warmup)
+            group["lr"] = group["peak_lr"] * schedule(step, steps, warmup)
 
         tokens, pad, labels = padded_batch(rows, indices, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):
@@ -460,15 +461,15 @@ def print_scores(results):
 # The table
 
 
-def best_runs(results, middle):
+def best_runs(results, aggregate):
     """Rows -> {(checkpoint, task): the rows of the learning rate with the best first metric}, as
-    TUPE does. middle: aggregates over seeds, such as statistics.median."""
+    TUPE does. aggregate: a function of the scores of all seeds, such as statistics.median."""
     groups = defaultdict(lambda: defaultdict(list))
     for row in results:
         groups[row["ckpt"], row["task"]][row["lr"]].append(row)
 
     def first_metric(rows):
-        return middle(next(iter(row["metrics"].values())) for row in rows)
+        return aggregate(next(iter(row["metrics"].values())) for row in rows)
 
     return {key: max(by_lr.values(), key=first_metric) for key, by_lr in groups.items()}
 
@@ -476,18 +477,17 @@ def best_runs(results, middle):
 def report(results, args):
     """Print one line per task and metric: aggregate over seeds, spread, the constant answer's
     score, and how many runs always give the same answer."""
-    aggregate = RECIPES[args.recipe]["aggregate"]
-    middle, scores = getattr(statistics, aggregate), {}
+    aggregate, scores = getattr(statistics, RECIPES[args.recipe]["aggregate"]), {}
     print(
-        f"\n{'':10}{'metric':10}{aggregate:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}"
+        f"\n{'':10}{'metric':10}{aggregate.__name__:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}"
         f"{'best lr':>9}{'seeds':>7}{'collapsed':>11}{'s/run':>7}  start"
     )
-    for (source, name), rows in best_runs(results, middle).items():
+    for (source, name), rows in best_runs(results, aggregate).items():
         for metric, constant in rows[0]["constant"].items():
             values = [row["metrics"][metric] for row in rows]
-            scores[name, metric] = middle(values)
+            scores[name, metric] = aggregate(values)
             print(
-                f"{name:10}{metric:10}{middle(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
+                f"{name:10}{metric:10}{aggregate(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
                 f"{np.std(values, ddof=len(values) > 1):7.3f}{constant:10.3f}"
                 f"{rows[0]['lr']!s:>9}{len(values):7}{sum(row['one_class'] for row in rows):11}"
                 f"{statistics.mean(row['seconds'] for row in rows):7.0f}  {source}"

@@ -8,8 +8,9 @@
     hidden = encoder(tokens)                                                           # (B, L, C)
 
 Notation: B batch size, L sequence length, C embedding dimension (d_model), H heads, D = C/H. Token
-i (the query) attends to token j (the key); pos_i is the position assigned to token i, p_i a vector
-for that position, r = pos_j - pos_i the offset (key minus query), and a_r a vector for that offset.
+i (the query) attends to token j (the key) with the weight A_ij; x_i is the embedding of token i,
+pos_i the position assigned to it, p_i a vector for that position, r = pos_j - pos_i the offset (key
+minus query), and a_r a vector for that offset.
 R is the number of rows in a table of offsets; U, W and F are projections. A first dimension of
 "1 or B" is 1 if all sequences of a batch have the same positions. RPP is Bruel-Gabrielsson
 & Scarvelis (2022), TUPE Ke et al. (2021), Wang 2021 "On Position Embeddings in BERT". (deviation)
@@ -31,7 +32,8 @@ function reset_cls below:
 name (--pe)         from            hooks          what it does
 none                Wang 2021       -              nothing: a bag of tokens
 abs, bert_a         TUPE eq 3       embed          x_i + p_i, a learned table
-sin                 Vaswani 2017    embed          sqrt(C) x_i + sin, cos(w_k i), w_k = 1e4^(-2k/C)
+sin                 Vaswani 2017    embed          sqrt(C) x_i + [sin w_k pos_i, cos w_k pos_i],
+                                                   w_k = 10000^(-2k/C)
 lsin                Wang 2021       embed          the same with w learned
 rel                 Shaw 2018       scores values  q_i . (k_j + a_r) / sqrt(D); output
                                                    sum_j A_ij (v_j + a_r)
@@ -58,8 +60,8 @@ rope                Su 2021         edit_qk        q and k rotated by their posi
 alibi               Press 2021      bias           -slope_h |r|
 
 Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
-legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` cannot be part of a
-sum, because its scale or its reset of [CLS] is defined for its own terms.
+legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` is only part of the
+sums in SCHEMES, because its scale or its reset of [CLS] is defined for its own terms.
 """
 
 import copy
@@ -117,8 +119,9 @@ class EncoderConfig:
 class Positions:
     """The positions assigned to the tokens of a batch: the argument `pos` of every hook.
 
-    ids (1 or B, L) int64, UNKNOWN_POS for a masked position. Everything is computed from these, not
-    from the index of a token in the tensor, since pplm permutes them and pmlm masks them.
+    ids (1 or B, L) int64, UNKNOWN_POS for a masked position. Every positional term is computed from
+    these, not from the index of a token in the tensor, since pplm permutes them and pmlm masks
+    them. (Only reset_cls and the causal mask use the index.)
     """
 
     def __init__(self, ids):
@@ -210,8 +213,8 @@ class Component(nn.Module):
 
 class XavierLinear(nn.Linear):
     """A linear layer that init_weights initializes Xavier-uniform: U_Q, U_K, F_Q, F_K and the pair
-    head. With BERT's N(0, 0.02), which the papers use, the product of two of them would be near 0,
-    and the pair head would start to learn late (deviation)."""
+    head. With BERT's N(0, 0.02), the product of two of them would be near 0, and the
+    pair head would start to learn late (deviation)."""
 
 
 def normal(*shape):
@@ -219,7 +222,7 @@ def normal(*shape):
 
 
 # --------------------------------------------------------------------------------------------------
-# The schemes that everybody asks about; the others are below the encoder
+# The best-known schemes; the others are defined below the encoder, and SCHEMES at the end lists all
 
 
 class Absolute(Component):
@@ -317,8 +320,9 @@ def bias_from_table(table, index):
 
 
 class T5Bias(Component):
-    """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). There are 16 buckets
-    per sign: one for each distance up to 7, then two per doubling of it, the last from 91 on."""
+    """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). Rows 0 to 15
+    are for r <= 0, and 17 to 31 for r > 0: one for each distance up to 7, then two per doubling of
+    it, the last from 91 on."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -368,7 +372,7 @@ class UntiedPositions(nn.Module):
         self.u_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
 
     def project(self, p):
-        """Vectors p (n, C) -> p U_Q and p U_K, (n, C) each, after the LayerNorm."""
+        """Vectors p (n, C) -> LN(p) U_Q and LN(p) U_K, (n, C) each."""
         p = self.norm(p)
         return self.u_q(p), self.u_k(p)
 
@@ -386,8 +390,8 @@ def reset_cls(v, theta):
     """TUPE eq 9. v (1 or B, H, L, L), theta (2, H): the row of [CLS] becomes theta_1, the rest of
     its column theta_2, so that attention from and to [CLS] does not depend on distance.
 
-    theta_1 fills a whole row, so the softmax cancels it and it never receives a gradient. It is
-    kept to match the paper.
+    theta_1 fills a whole row, so the softmax cancels it, and its gradient is 0. It is kept to match
+    the paper.
     """
     theta_1, theta_2 = theta.unsqueeze(-1)  # (H, 1) each
     v = v.clone()
@@ -417,7 +421,7 @@ class Tupe(Component):
         super().__init__(cfg)
         self.positions = UntiedPositions(cfg)
         self.relative_bias = self.relative(cfg) if self.relative else None
-        self.theta = normal(2, cfg.d_model) if self.reset else None  # p_t1 and p_t2
+        self.theta = normal(2, cfg.d_model) if self.reset else None  # p_t1, p_t2
 
     def bias(self, pos):
         # Dividing both terms by sqrt(2D) instead of sqrt(D) (here, and q_i . k_j in Block.attend)
@@ -462,12 +466,12 @@ class PositionalScheme(nn.Module):
     def embed(self, pos):
         """-> (1 or B, L, C), or None if no component overrides it."""
         L = pos.ids.size(1)
-        return total([part.embed for part in self.parts.values()], (L, self.d_model), pos)
+        return sum_hooks([part.embed for part in self.parts.values()], (L, self.d_model), pos)
 
     def bias(self, pos):
         """-> (1 or B, H, L, L) or None."""
         L = pos.ids.size(1)
-        return total([part.bias for part in self.parts.values()], (self.n_head, L, L), pos)
+        return sum_hooks([part.bias for part in self.parts.values()], (self.n_head, L, L), pos)
 
     def terms(self, q, k, pos, layer, bias):
         """-> q, k and bias of one layer, such that its logits are scale q . k + bias.
@@ -476,7 +480,7 @@ class PositionalScheme(nn.Module):
         added in every layer (Encoder.bias_and_mask)."""
         H, L = q.shape[1:3]
         hooks = [part.scores for part in self.parts.values()]
-        scores = total(hooks, (H, L, L), q, k, pos, layer)
+        scores = sum_hooks(hooks, (H, L, L), q, k, pos, layer)
         if scores is not None:
             scores = self.scale * scores  # (B, H, L, L)
             bias = scores if bias is None else scores + bias
@@ -488,7 +492,7 @@ class PositionalScheme(nn.Module):
         """A (B, H, L, L) -> (B, H, L, D) or None."""
         H, L = A.shape[1:3]
         hooks = [part.values for part in self.parts.values()]
-        return total(hooks, (H, L, self.d_model // H), A, pos, layer)
+        return sum_hooks(hooks, (H, L, self.d_model // H), A, pos, layer)
 
     def add_layer(self, cfg):
         """The pair head's own weights, for components that have weights per layer."""
@@ -497,7 +501,7 @@ class PositionalScheme(nn.Module):
                 part.layers.append(copy.deepcopy(part.layers[-1]).apply(init_weights))
 
 
-def total(hooks, shape, *args):
+def sum_hooks(hooks, shape, *args):
     """The sum of what the hooks of a scheme's components return, tensors (1 or B, *shape), or None
     if no component overrides the hook."""
     result = None
@@ -579,7 +583,7 @@ class Block(nn.Module):
         return x + transformed if self.pre else self.norm2(x + transformed)
 
     def heads(self, x):
-        """The block's input (B, L, C) -> q, k, v, (B, H, L, D) each."""
+        """The block's input (B, L, C), normalized with norm pre -> q, k, v, (B, H, L, D) each."""
         x = self.norm1(x) if self.pre else x
         x = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
         return x.permute(2, 0, 3, 1, 4)  # (3, B, H, L, D)
@@ -590,8 +594,8 @@ class Block(nn.Module):
         q, k, v = self.heads(x)
         q, k, bias = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + bias
         p = self.attn_dropout if self.training else 0.0
-        # On a GPU, SDPA never materializes the attention A. On a CPU, the explicit softmax is
-        # faster; and `values` needs A.
+        # On a GPU, SDPA's fused kernels never materialize the attention A. On a CPU, the explicit
+        # softmax is faster; and `values` needs A.
         if x.device.type in SDPA_DEVICES and not scheme.has_values:
             y = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, scale=scheme.scale)
         else:
@@ -633,12 +637,15 @@ class Encoder(nn.Module):
         self.apply(init_weights)
 
     def forward(self, tokens, pos=None, pad=None, causal=False):
-        """Token ids -> the last hidden states.
+        """Token ids -> the last hidden states (B, L, C).
 
-        tokens (B, L) int64 with [CLS] at index 0; pos (L,) or (B, L) int64 or a Positions, None =
-        arange(L), UNKNOWN_POS = masked; pad (B, L) bool, True = padding; causal: each token attends
-        to itself and to those before it -> (B, L, C). Raises ValueError if a sequence is longer
-        than a position table.
+        tokens   (B, L) int64, with [CLS] at index 0
+        pos      positions (L,) or (B, L) int64, or a Positions; UNKNOWN_POS marks a masked one
+                 (default: the index of each token)
+        pad      (B, L) bool, True at padding
+        causal   whether each token attends only to itself and to those before it
+
+        Raises ValueError if a sequence is longer than a position table.
         """
         return self.final_norm(self.hidden_states(tokens, pos, pad, causal)[-1])
 
@@ -681,14 +688,15 @@ class Encoder(nn.Module):
         return dot_product_logits(q, k, bias, self.scheme.scale)
 
     @torch.no_grad()
-    def attention(self, tokens, layer=0, pos=None, pad=None):
+    def attention(self, tokens, layer=0, pos=None, pad=None, causal=False):
         """Attention probabilities of one block with dropout off; layer may be negative (-1: the
         last) -> (B, H, L, L)."""
         was_training, block = self.training, self.blocks[layer]
         pos = Positions.of(tokens, pos)
-        q, k, _ = block.heads(self.eval().hidden_states(tokens, pos, pad)[block.layer])
+        states = self.eval().hidden_states(tokens, pos, pad, causal)
+        q, k, _ = block.heads(states[block.layer])
         self.train(was_training)
-        return self.logits(q, k, pos, block.layer, pad).softmax(-1)
+        return self.logits(q, k, pos, block.layer, pad, causal).softmax(-1)
 
 
 def init_weights(module):
@@ -833,8 +841,8 @@ class Alibi(Component):
         self.masked = normal(cfg.n_head)
 
     def slopes(self):
-        """-> (H,): 2^(-8h/n), h = 1 to n, for the largest power of two n up to H. Further heads get
-        those of 2n heads in between, from the largest on."""
+        """-> (H,): 2^(-8(h + 1)/n) for h < n, the largest power of two up to H. The other heads get
+        those slopes of 2n heads that lie in between, from the largest on."""
         H, dtype = len(self.masked), torch.promote_types(self.masked.dtype, torch.float32)
         n = 2 ** int(math.log2(H))
         h = torch.arange(H, device=self.masked.device, dtype=dtype)
@@ -859,7 +867,7 @@ class TupeRFactored(Tupe):
 
 
 class TupeFree(Component):
-    """TUPE-A with a free table in place of p_i U_Q . p_j U_K (TUPE sec 5, a failed attempt)."""
+    """TUPE-A with a free table in place of p_i U_Q . p_j U_K / sqrt(2D) (TUPE sec 5: it failed)."""
 
     combinable = False
     scale_terms = 2
@@ -868,7 +876,7 @@ class TupeFree(Component):
         super().__init__(cfg)
         # The last row and the last column are for masked positions.
         self.table = normal(cfg.n_head, cfg.max_len + 1, cfg.max_len + 1)
-        self.theta = normal(2 * cfg.n_head)  # one dimension, so that it is not decayed
+        self.theta = normal(2 * cfg.n_head)  # one dimension: no weight decay
 
     def bias(self, pos):
         H, n, _ = self.table.shape
@@ -932,10 +940,8 @@ PE_NAMES = list(SCHEMES)
 def parse_pe(pe: str) -> list:
     """'abs+t5' -> [Absolute, T5Bias]. Raises ValueError, with the reason, if the sum is not
     legal."""
-    if pe in SCHEMES:
-        return SCHEMES[pe]
-    components = []
-    for name in pe.split("+"):
+    components = SCHEMES.get(pe, [])
+    for name in [] if components else pe.split("+"):
         if name not in SCHEMES:
             raise ValueError(
                 f"unknown --pe {name!r}; choose from {', '.join(PE_NAMES)}, or a sum such as "
@@ -943,8 +949,7 @@ def parse_pe(pe: str) -> list:
             )
         for component in SCHEMES[name]:
             if not component.combinable:
-                reason = "its scale or its reset of [CLS] is defined for its own terms"
-                raise ValueError(f"--pe {pe}: {name} cannot be part of a sum: {reason}")
+                raise ValueError(f"--pe {pe}: {name} cannot be part of a sum")
             if component in components:
                 raise ValueError(f"--pe {pe}: {name} repeats a part of the sum")
             components.append(component)

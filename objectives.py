@@ -230,9 +230,9 @@ class PairHead(nn.Module):
 
     RPP takes the logits of the last block (pair_layer `last`). The values, output and FFN of that
     block then get no gradient from position prediction. By default (`extra`, deviation), s_ij are
-    the logits of one more attention layer on the final hidden states, with its own W_q and W_k. For
-    pplm alone, `last` with N layers equals `extra` with N - 1, except for the initialization, since
-    RPP uses only the logits of its last block.
+    the logits of one more attention layer on the final hidden states, with its own W_q and W_k. If
+    nothing else is trained, `last` with N layers equals `extra` with N - 1, except for the
+    initialization, since RPP uses only the logits of its last block.
 
     With pair_scores `total` the logits include the scheme's positional terms and scale, as in every
     layer of the model; with `content` they are q_i . k_j / sqrt(D) alone (RPP's formula has no
@@ -273,7 +273,7 @@ class PairHead(nn.Module):
 class PPLM(Objective):
     """Position permutation (RPP sec 3.1). Some tokens are assigned each other's positions; the
     tensor of tokens does not change. The head then predicts the true offset j - i of each ordered
-    pair of tokens, as class j - i + L - 1.
+    pair of tokens, as class j - i + max_len - 1. The loss is the mean over all pairs of the batch.
 
     For example, the slots [5, 2, 7] are assigned [7, 5, 2]: token 5 gets position 7, and so on. The
     pair of tokens 5 and 2 then has the assigned offset 5 - 7 = -2, and its true offset is -3.
@@ -287,8 +287,8 @@ class PPLM(Objective):
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
-        self.L = encoder.config.max_len
-        n_classes = self.n_classes or 2 * self.L - 1
+        self.max_len = encoder.config.max_len
+        n_classes = self.n_classes or 2 * self.max_len - 1
         self.head = PairHead(encoder, cfg, n_classes)
         self.chunk_size = max(1, CHUNK_BYTES // (4 * max(n_classes, PAIR_HIDDEN)))
 
@@ -296,8 +296,8 @@ class PPLM(Objective):
         """Adds pos (B, L)."""
         B, L = batch["tokens"].shape
         slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)  # (B, k)
-        true = torch.arange(L, device=slots.device).expand(B, L)
-        batch["pos"] = true.scatter(1, slots, self.assign(slots, valid, generator))
+        true_pos = torch.arange(L, device=slots.device).expand(B, L)
+        batch["pos"] = true_pos.scatter(1, slots, self.assign(slots, valid, generator))
 
     def assign(self, slots, valid, generator):
         """Slots (B, k), the indices of the selected tokens -> the positions assigned to them: those
@@ -341,7 +341,7 @@ class PPLM(Objective):
 
     def label(self, true_offset, assigned_offset):
         """The offsets of pairs, (n, n) and (B, n, n) -> their classes, with either shape."""
-        return true_offset + self.L - 1
+        return true_offset + self.max_len - 1
 
     def sums(self, s, label, weight):
         """s (N, H), label (N,), weight (N,) -> (2,): the weighted sums of loss and correct
@@ -391,7 +391,8 @@ class TC(Objective):
 
     g = h - e, the last hidden state minus the token embedding, is what the context contributed. The
     loss of a token, the anchor, is InfoNCE: the cross-entropy of picking one positive (a nearby
-    token of its sequence) over K negatives (tokens of other ones). Logits are cosine / temperature.
+    token of its sequence, or any other if none is near) over K negatives (tokens of other
+    sequences). Logits are cosine / temperature.
 
     An example with K = 2 and a window of 5, so that positives are at most 2 tokens away:
 
@@ -403,8 +404,9 @@ class TC(Objective):
     are tc_candidates[0, 3] = [2, 10, 12], and the loss of `of` is the cross-entropy of class 0.
 
     Deviations: candidates are detached (as in TACO's code; the paper does not mention it), e is the
-    token embedding alone (TACO's code: token and position embedding), and special tokens are
-    excluded (TACO's code includes them).
+    token embedding alone, without LayerNorm, which starts at about 0.02 of the length of h (TACO's
+    code: the output of the input layer, see tc_embedding), and special tokens are excluded (TACO's
+    code includes them).
     """
 
     kind, min_sequences = "contrastive", 2
@@ -585,8 +587,8 @@ class Pretraining(nn.Module):
             after = [block.out, block.fc1, block.fc2, block.norm2]
             after.append(encoder.final_norm if block.pre else block.norm1)
             if cfg.pair_scores == "content":  # then its logits have no positional terms either
-                parts = encoder.scheme.parts.values()
-                after += [part.layers[-1] for part in parts if hasattr(part, "layers")]
+                components = encoder.scheme.parts.values()
+                after += [x.layers[-1] for x in components if hasattr(x, "layers")]
             for module in after:
                 module.requires_grad_(False)
 
@@ -617,7 +619,7 @@ class Pretraining(nn.Module):
 
 @dataclass
 class ObjectiveConfig:
-    """The settings of the objectives. Raises ValueError on a value that is impossible."""
+    """The settings of the objectives. Raises ValueError on an unknown choice or a wrong sum."""
 
     objective: str = "mlm"  # a name in OBJECTIVES, or a sum such as mlm+pplm
     loss_weights: tuple | None = None  # one weight per objective of the sum
@@ -630,7 +632,7 @@ class ObjectiveConfig:
     pair_layer: Literal["extra", "last"] = "extra"  # of one more layer, or of the last block (RPP)
     tc_on: Literal["all", "masked"] = "all"  # tc's anchors (masked: TACO's concentrated)
     tc_embedding: Literal["input", "input_layer"] = "input"  # what tc subtracts from h
-    tc_window: int = 5  # W, odd: positives are at most (W-1)/2 tokens away
+    tc_window: int = 5  # W, odd: positives are at most (W-1)/2 tokens away, if one is eligible
     tc_negatives: int = 50  # K
     tc_temperature: float = 0.07
 
@@ -654,8 +656,8 @@ class ObjectiveConfig:
         self.objective = "+".join(names)
         for flag, value in (("tc_on", "masked"), ("mlm_on", "all"), ("whole_word", True)):
             if getattr(self, flag) == value and "mlm" not in names:
-                given = f"--{flag}" if value is True else f"--{flag} {value}"
-                raise ValueError(f"{given} needs mlm; the objective is {self.objective}")
+                setting = f"--{flag}" if value is True else f"--{flag} {value}"
+                raise ValueError(f"{setting} needs mlm; the objective is {self.objective}")
 
 
 def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):

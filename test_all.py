@@ -270,8 +270,11 @@ def test_causal_and_padding_masks(pe):
     that of the sequence cut after i. A padded token is treated as if it were not there."""
     encoder, tokens, pos = tiny(pe, n_layer=1), sequences(3, 7), torch.tensor([0, 4, 2, 5, 1, 3, 6])
     hidden = encoder(tokens, pos, causal=True)
+    A = encoder.attention(tokens, 0, pos, causal=True)  # (3, H, 7, 7)
     for i in range(7):
-        close(hidden[:, i], encoder(tokens[:, : i + 1], pos[: i + 1])[:, i])
+        cut = tokens[:, : i + 1], pos[: i + 1]
+        close(hidden[:, i], encoder(*cut)[:, i])
+        close(A[:, :, i], F.pad(encoder.attention(cut[0], 0, cut[1])[:, :, i], (0, 6 - i)))
     rest, pad = [0, 1, 2, 3, 5, 6], (torch.arange(7) == 4).expand(3, 7)
     for causal in (False, True):
         without = encoder(tokens[:, rest], pos[rest], causal=causal)
@@ -448,7 +451,9 @@ def test_a_mistake_in_a_component_is_named(component, monkeypatch):
         with pytest.raises(FloatingPointError, match="NotFinite.bias .* not finite"):
             tiny("mine")(sequences())
     monkeypatch.setitem(SCHEMES, "mine", [TwoScales])
-    refuses("different scales", EncoderConfig, pe="mine+abs")
+    monkeypatch.setitem(SCHEMES, "ours", [TwoScales, SCHEMES["abs"][0]])
+    for pe in ("mine+abs", "ours"):
+        refuses("different scales", EncoderConfig, pe=pe)
     refuses("needs a line in SCHEMES", EncoderConfig, pe="other")
 
 

@@ -66,8 +66,8 @@ WEB = dict(dataset="wikibooks", tokenizer="gpt2")
 ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
 ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
 # demo and lab are our own; they are short, so they have no dropout. The others follow their papers,
-# but rpp's warm-up, betas and weight decay are ours, and so are wang's width, heads and steps (the
-# paper gives epochs).
+# but rpp's warm-up, schedule, betas, eps and weight decay are ours, and so are wang's width, heads
+# and steps (the paper gives epochs).
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
@@ -89,13 +89,13 @@ PRESETS = {
                  **WEB),
 }
 # fmt: on
-# A resumed run may change these flags. --device changes all random numbers (of corruption, in
-# validation too, and of dropout), --compile the dropout masks, --dtype float16 may skip steps, the
-# others change rounding at most. --init_from and --init_embeddings matter at step 0 only. For the
-# data and --grad_accum, `identity` in train() holds what must not change.
+# A run may be resumed with other values of these flags. --device changes all random numbers (of
+# corruption, in validation too, and of dropout), --compile the dropout masks, --dtype float16 may
+# skip steps, and the others change rounding at most. Instead of --grad_accum and the flags of the
+# data, `identity` in train() holds the micro-batches per step and the text itself.
 FREE_FLAGS = set(
-    "resume init_from init_embeddings out_dir cache device dtype compile detect_anomaly log_every "
-    "eval_every keep_every grad_accum dataset text_column books_dataset tokenizer "
+    "resume out_dir cache device dtype compile detect_anomaly log_every eval_every keep_every "
+    "grad_accum dataset text_column books_dataset tokenizer "
     "max_len attn_dropout".split()  # these two follow from others
 )
 
@@ -120,22 +120,22 @@ def parse_args(argv=None):
     flag("--seed", type=between(int, "[0, 9e18]"), default=1337, help="random seed")
     flag("--out_dir", type=path, help="folder of the run (default: see above)")
     flag("--resume", action="store_true", help="resume from the checkpoint in --out_dir")
-    flag("--init_from", type=path, help="run to start from; pe, objective and length may differ")
+    flag("--init_from", type=path, help="run to start from, of any pe and objective")
     flag("--init_embeddings", type=path, help="run whose token embeddings are copied (TACO)")
     flag("--freeze_embeddings", action="store_true", help="never update token embeddings (TACO)")
     flag("--eval_every", type=count, default=500, help="steps between evaluations")
     flag("--log_every", type=count, default=100, help="steps between log lines")
     flag("--keep_every", type=count, help="steps between checkpoints kept as ckpt_<step>.pt")
-    flag("--detect_anomaly", action="store_true", help="name the line that makes a NaN (slow)")
+    flag("--detect_anomaly", action="store_true", help="name a NaN's line (slow, not compiled)")
     add_device_flags(parser)
 
     flag = parser.add_argument_group("optimization").add_argument
     flag("--steps", type=count, help="total optimizer steps; the learning-rate decay depends on it")
     flag("--block_size", type=between(int, "[4, 1e5]"), help="tokens per sequence, specials too")
     flag("--batch_size", type=count, help="micro-batch size per process")
-    # Exact where every micro-batch scores the same number of tokens: for mlm, unless an inner [SEP]
-    # leaves too few. Other losses are means over numbers that vary, and tc's negatives come from
-    # its own micro-batch.
+    # Equals one larger batch if every micro-batch scores the same number of tokens, as with mlm,
+    # unless inner [SEP]s leave too few. Other losses are means over numbers that vary, and tc's
+    # negatives come from their own micro-batch.
     flag("--grad_accum", type=count, help="micro-batches per step: a larger batch")
     flag("--lr", type=positive, help="peak learning rate: linear warm-up, linear decay to 0")
     flag("--warmup", type=between(int, "[0, 1e9]"), help="steps (default: at most --steps / 3)")
@@ -261,7 +261,7 @@ def train(args, argv):
     batches = Batches(corpus, args.block_size, args.seed, args.data_fraction)
     validation = validation_batches(corpus, args.block_size)
     n_micro = args.grad_accum * world  # micro-batches per step
-    sequences = args.batch_size * n_micro  # per step
+    sequences_per_step = args.batch_size * n_micro
 
     # ---- model and optimizer
     tokenizer = encoding_arguments(corpus.tokenizer)
@@ -304,14 +304,15 @@ def train(args, argv):
     with contextlib.ExitStack() as stack:
         if rank == 0:
             stack.enter_context(run.open(step, run_info, corpus.tokenizer))
-            epochs = args.steps * sequences / batches.n
+            epochs = args.steps * sequences_per_step / batches.n
             lines.append(f"folder: {run.path}")
-            print_start(run_info, model, sequences, epochs, reason, lines)
+            print_start(run_info, model, sequences_per_step, epochs, reason, lines)
         stack.enter_context(torch.autograd.set_detect_anomaly(args.detect_anomaly))
         # With several processes, signals are not caught: torchrun kills the processes, and the run
         # can be resumed from its last checkpoint.
         signals = stack.enter_context(catch_signals()) if world == 1 else {"number": None}
-        row, sums, since, t0 = None, defaultdict(float), step, time.perf_counter()
+        row, sums = None, defaultdict(float)  # the last log line, and the sums of scalars since
+        since, t0 = step, time.perf_counter()  # the step and the time of the last log line
         started, bad = t0, torch.zeros((), dtype=torch.bool, device=device)
         model.train()
         while step < args.steps:
@@ -370,7 +371,7 @@ def train(args, argv):
             seconds = (time.perf_counter() - t0) / (step - since)
             row = {"step": step, **dict(zip(sums, means.tolist())), "lr": lr}
             row["ms_per_step"] = 1e3 * seconds
-            row["tokens_per_s"] = sequences * args.block_size / seconds
+            row["tokens_per_s"] = sequences_per_step * args.block_size / seconds
             row["peak_mem_mb"] = peak_memory_mb(device)
             if (peak := peak_flops(device)) and dtype != torch.float32:
                 row["mfu"] = row["tokens_per_s"] / world * flops_per_token(model) / peak
@@ -391,7 +392,7 @@ def train(args, argv):
                 print(format_row(row, model.names, args.steps, baselines), flush=True)
                 if evaluating and "mlm" in model.names:
                     print("    sample:", sample(model, validation[0][:1].to(device)), flush=True)
-            if stopping:
+            if stopping and step < args.steps:
                 print(f"stopped at step {step}; resume with the same command and --resume")
                 leave(128 + stopping)
             sums.clear()
@@ -399,7 +400,9 @@ def train(args, argv):
 
     if world > 1:
         dist.barrier()  # until rank 0 has saved
-    if rank == 0 and row:  # none if the run had already ended
+    if rank == 0 and not row:
+        print("this run has already ended: choose another --out_dir")
+    elif rank == 0:
         print_summary(run.path, row, model.names, baselines, time.perf_counter() - started)
         if args.preset == "demo":
             full_size = ["--pe", args.pe, "--objective", args.objective, "--preset", "rpp"]

@@ -279,7 +279,7 @@ def own_rates(rows):
 
 
 def correlations(rows):
-    """Wang 2021's table 5 and figure 5, over schemes instead of tasks.
+    """Wang 2021's table 5 and figure 5, with minus the loss instead of the tasks' scores.
 
     Correlates AIV, SD, and OPR and DB over n neighbors with minus the loss: Pearson's r with its
     95% interval, and Spearman's. A point is the mean over the seeds of a scheme, without `none`;

@@ -57,7 +57,7 @@ MUTANTS = {
         ("mlm_weight=valid", "mlm_weight=valid | True", "slots that are not valid are scored"),
         ("self.score(encoder, hidden[:, :-1]", "self.score(encoder, hidden[:, 1:]",
          "clm predicts the token that it sees"),
-        ("return true_offset + self.L - 1", "return assigned_offset + self.L - 1",
+        ("return true_offset + self.max_len - 1", "return assigned_offset + self.max_len - 1",
          "labels from assigned offsets"),
         ("(true_offset != 0)  # (B", "(true_offset < 99)  # (B",
          "pairs of a token with itself are scored"),

@@ -83,8 +83,8 @@ def test_best_order_and_restoring(runs):
     model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
     pplm = model.objectives["pplm"]
     n = sample.encode(model.encoder, " " + TEXT).size(1) - 2
-    offsets = torch.arange(n) - torch.arange(n)[:, None] + pplm.L - 1
-    pplm.head.scores = lambda *args: 50.0 * F.one_hot(offsets, 2 * pplm.L - 1)[None]
+    offsets = torch.arange(n) - torch.arange(n)[:, None] + pplm.max_len - 1
+    pplm.head.scores = lambda *args: 50.0 * F.one_hot(offsets, 2 * pplm.max_len - 1)[None]
     pplm.head.psi = torch.nn.Identity()
     words, shuffled, restored = sample.restore(model.encoder, pplm, TEXT)
     assert "".join(words) == " " + TEXT
