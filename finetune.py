@@ -71,9 +71,10 @@ TASKS = {
 # What the papers do and this does not (deviations): ELECTRA's code has one linear layer on [CLS],
 # warms up to .9 of the learning rate, uses Adam without bias correction, and trains MRPC and STS-B
 # on both orders of the texts. TACO has another recipe for base size (table 8) and leaves MNLI-mm
-# out of the average in its table 3. Wang 2021 evaluates every 1,000 steps on SQuAD's dev set and
-# reports the best; here the last model is scored. The encoder's dropout is not part of a recipe: it
-# is that of the pre-trained model, 0 for the presets demo and lab.
+# out of the average in its table 3; its warm-up is cut to a third of a run. Wang 2021 evaluates
+# every 1,000 steps on SQuAD's dev set and reports the best; here the last model is scored. The
+# encoder's dropout is not part of a recipe: it is that of the pre-trained model, 0 for the presets
+# demo and lab.
 # fmt: off
 RECIPES = {
     # ELECTRA (Clark 2020, app. B), which RPP follows

@@ -10,11 +10,10 @@
 Notation: B batch size, L sequence length, C embedding dimension (d_model), H heads, D = C/H. Token
 i (the query) attends to token j (the key) with the weight A_ij; x_i is the embedding of token i,
 pos_i the position assigned to it, p_i a vector for that position, r = pos_j - pos_i the offset (key
-minus query), and a_r a vector for that offset.
-R is the number of rows in a table of offsets; U, W and F are projections. A first dimension of
-"1 or B" is 1 if all sequences of a batch have the same positions. RPP is Bruel-Gabrielsson
-& Scarvelis (2022), TUPE Ke et al. (2021), Wang 2021 "On Position Embeddings in BERT". (deviation)
-marks a difference from the cited paper.
+minus query), and a_r a vector for that offset. R is the number of rows in a table of offsets; U, W
+and F are projections. A first dimension of "1 or B" is 1 if all sequences of a batch have the same
+positions. RPP is Bruel-Gabrielsson & Scarvelis (2022), TUPE Ke et al. (2021), Wang 2021 "On
+Position Embeddings in BERT". (deviation) marks a difference from the cited paper.
 
 The logits of one attention head, before the softmax over j, are
 
@@ -60,8 +59,8 @@ rope                Su 2021         edit_qk        q and k rotated by their posi
 alibi               Press 2021      bias           -slope_h |r|
 
 Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
-legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` is only part of the
-sums in SCHEMES, because its scale or its reset of [CLS] is defined for its own terms.
+legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` can be
+part of no other sum, because its scale or its reset of [CLS] is defined for its own terms.
 """
 
 import copy
@@ -121,7 +120,7 @@ class Positions:
 
     ids (1 or B, L) int64, UNKNOWN_POS for a masked position. Every positional term is computed from
     these, not from the index of a token in the tensor, since pplm permutes them and pmlm masks
-    them. (Only reset_cls and the causal mask use the index.)
+    them. (Only reset_cls, the causal mask and the diagonal of masked_pairs use the index.)
     """
 
     def __init__(self, ids):
@@ -213,8 +212,8 @@ class Component(nn.Module):
 
 class XavierLinear(nn.Linear):
     """A linear layer that init_weights initializes Xavier-uniform: U_Q, U_K, F_Q, F_K and the pair
-    head. With BERT's N(0, 0.02), the product of two of them would be near 0, and the
-    pair head would start to learn late (deviation)."""
+    head. With BERT's N(0, 0.02), the product of two of them would be near 0, and the pair head
+    would start to learn late (deviation)."""
 
 
 def normal(*shape):
@@ -320,9 +319,9 @@ def bias_from_table(table, index):
 
 
 class T5Bias(Component):
-    """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). Rows 0 to 15
-    are for r <= 0, and 17 to 31 for r > 0: one for each distance up to 7, then two per doubling of
-    it, the last from 91 on."""
+    """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). Rows 0 to 15 are
+    for r <= 0, and 17 to 31 for r > 0: one for each distance up to 7, then two per doubling of it,
+    the last from 91 on."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -940,16 +939,16 @@ PE_NAMES = list(SCHEMES)
 def parse_pe(pe: str) -> list:
     """'abs+t5' -> [Absolute, T5Bias]. Raises ValueError, with the reason, if the sum is not
     legal."""
-    components = SCHEMES.get(pe, [])
-    for name in [] if components else pe.split("+"):
+    names, components = [pe] if pe in SCHEMES else pe.split("+"), []
+    for name in names:
         if name not in SCHEMES:
             raise ValueError(
                 f"unknown --pe {name!r}; choose from {', '.join(PE_NAMES)}, or a sum such as "
                 "rope+t5 (a new class needs a line in SCHEMES in model.py)"
             )
         for component in SCHEMES[name]:
-            if not component.combinable:
-                raise ValueError(f"--pe {pe}: {name} cannot be part of a sum")
+            if len(names) > 1 and not component.combinable:
+                raise ValueError(f"--pe {pe}: {name} cannot be part of a sum: it is a whole scheme")
             if component in components:
                 raise ValueError(f"--pe {pe}: {name} repeats a part of the sum")
             components.append(component)

@@ -404,9 +404,9 @@ class TC(Objective):
     are tc_candidates[0, 3] = [2, 10, 12], and the loss of `of` is the cross-entropy of class 0.
 
     Deviations: candidates are detached (as in TACO's code; the paper does not mention it), e is the
-    token embedding alone, without LayerNorm, which starts at about 0.02 of the length of h (TACO's
-    code: the output of the input layer, see tc_embedding), and special tokens are excluded (TACO's
-    code includes them).
+    token embedding alone, before LayerNorm, at first about 0.02 times as long as h (TACO's code:
+    the output of the input layer, see tc_embedding), and special tokens are excluded (TACO's code
+    includes them).
     """
 
     kind, min_sequences = "contrastive", 2

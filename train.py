@@ -120,13 +120,13 @@ def parse_args(argv=None):
     flag("--seed", type=between(int, "[0, 9e18]"), default=1337, help="random seed")
     flag("--out_dir", type=path, help="folder of the run (default: see above)")
     flag("--resume", action="store_true", help="resume from the checkpoint in --out_dir")
-    flag("--init_from", type=path, help="run to start from, of any pe and objective")
+    flag("--init_from", type=path, help="run to start from; pe, objective and length may differ")
     flag("--init_embeddings", type=path, help="run whose token embeddings are copied (TACO)")
     flag("--freeze_embeddings", action="store_true", help="never update token embeddings (TACO)")
     flag("--eval_every", type=count, default=500, help="steps between evaluations")
     flag("--log_every", type=count, default=100, help="steps between log lines")
     flag("--keep_every", type=count, help="steps between checkpoints kept as ckpt_<step>.pt")
-    flag("--detect_anomaly", action="store_true", help="name a NaN's line (slow, not compiled)")
+    flag("--detect_anomaly", action="store_true", help="find a NaN's line (slow, not compiled)")
     add_device_flags(parser)
 
     flag = parser.add_argument_group("optimization").add_argument
@@ -401,7 +401,7 @@ def train(args, argv):
     if world > 1:
         dist.barrier()  # until rank 0 has saved
     if rank == 0 and not row:
-        print("this run has already ended: choose another --out_dir")
+        print("this run has ended; to train further: --init_from and another --out_dir")
     elif rank == 0:
         print_summary(run.path, row, model.names, baselines, time.perf_counter() - started)
         if args.preset == "demo":

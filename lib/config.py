@@ -18,9 +18,9 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def one_line_errors(remedy="use a smaller model or batch"):
-    """`main` runs inside it. A UserError, an OSError, a missing package, running out of memory
-    (`remedy`: what to do then) and Ctrl-C end in one line on standard error. No other exception is
-    caught."""
+    """`main` runs inside it. A UserError, an OSError, a missing optional package, running out of
+    memory (`remedy`: what to do then) and Ctrl-C end in one line on standard error. No other
+    exception is caught."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
     try:
@@ -30,6 +30,8 @@ def one_line_errors(remedy="use a smaller model or batch"):
     except UserError as error:
         leave(2, str(error))
     except ModuleNotFoundError as error:
+        if error.name not in ("matplotlib", "sklearn", "transformers"):
+            raise
         leave(2, f"{error}: pip install -r requirements-dev.txt")
     except OSError as error:  # a full or broken disk, or a wrong path
         leave(1 if error.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2, str(error))

@@ -14,8 +14,8 @@ from tests.conftest import one_line, refuses
 
 
 def test_errors_become_one_line(capsys):
-    """A user's mistake, a missing package, a file that cannot be used, a full disk, no memory and
-    Ctrl-C are one line; every other error is a bug and keeps its traceback."""
+    """A user's mistake, a missing optional package, a file that cannot be used, a full disk, no
+    memory and Ctrl-C are one line; every other error is a bug and keeps its traceback."""
 
     def program(error):
         with one_line_errors("use less"):
@@ -23,7 +23,7 @@ def test_errors_become_one_line(capsys):
 
     for error, code in (
         (UserError("two\nlines"), 2),
-        (ModuleNotFoundError("No module named 'matplotlib'"), 2),
+        (ModuleNotFoundError("No module named 'sklearn'", name="sklearn"), 2),
         (FileNotFoundError(2, "No such file or directory", "x"), 2),
         (OSError(28, "No space left on device", "x"), 1),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),

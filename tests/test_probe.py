@@ -208,8 +208,8 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
 
 def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     """TACO app. A.3: the mean cosine of each token with the others of its sequence, and with those
-    of other sequences, for each kept checkpoint; the spread of hidden states; the
-    mean cosine of pairs of words."""
+    of other sequences, for each kept checkpoint; the spread of hidden states; the mean cosine of
+    pairs of words."""
     load = probe.load_pretraining
 
     def load_enlarged(file):  # so that every weight matters
@@ -238,7 +238,7 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     words = []
     for word in (" array", " values", " return", " documentation"):
         ids = encoder.tokenizer.encode_ordinary(word)
-        words.append(sum(encoder.tok.weight[i] for i in ids))  # as long as it likes: a cosine
+        words.append(sum(encoder.tok.weight[i] for i in ids))  # a cosine ignores length
     (a, b, c, d), last = F.normalize(torch.stack(words), dim=1), f"spread {encoder.config.n_layer}"
     names = ("intra-context", "inter-context", last, "word pairs")
     found = [rows[1][name] for name in names]

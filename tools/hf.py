@@ -1,4 +1,4 @@
-"""Import RoBERTa's weights as a run, or export a run to transformers (pip install transformers).
+"""Import RoBERTa's weights as a run, or export a run to transformers (needs requirements-dev.txt).
 
     python -m tools.hf import FacebookAI/roberta-base out/roberta    # a name on the hub or a folder
     python -m tools.hf export out/my-run my-model                    # a run
