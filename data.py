@@ -38,7 +38,7 @@ from lib.sources import docs_versions, find_source
 
 ENCODE_CHUNK = 100_000  # characters tokenized at once: bounds memory if a document is one line
 BOOKS_DATASET = "SamuelYang/bookcorpus"
-VAL_SEQUENCES, VAL_BATCH = 512, 32  # in validation; the same sequences for every run
+VAL_SEQUENCES, VAL_BATCH = 512, 32  # every run is validated on the same sequences
 
 
 # --------------------------------------------------------------------------------------------------

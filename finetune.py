@@ -9,7 +9,7 @@
 It starts from the newest checkpoint under out/ unless --ckpt names one. Every score is a line of
 results.jsonl. The table at the end shows the median or mean over seeds, the spread, and the score
 of always giving the most frequent answer (majority). The best run's model is saved beside it as
-finetuned-<task>.pt, in place of an earlier one; tools/predict.py scores it again and writes the
+finetuned-<task>.pt, replacing an earlier one; tools/predict.py scores it again and writes the
 files to submit. --compile is off by default, because it is only worth it in long runs. RPP is the
 paper on relative position prediction (2022); Wang 2021 is "On Position Embeddings in BERT".
 """
@@ -71,10 +71,10 @@ TASKS = {
 # What the papers do and this does not (deviations): ELECTRA's code has one linear layer on [CLS],
 # warms up to .9 of the learning rate, uses Adam without bias correction, and trains MRPC and STS-B
 # on both orders of the texts. TACO has another recipe for base size (table 8) and leaves MNLI-mm
-# out of the average in its table 3; its warm-up is cut to a third of a run. Wang 2021 evaluates
-# every 1,000 steps on SQuAD's dev set and reports the best; here the last model is scored. The
-# encoder's dropout is not part of a recipe: it is that of the pre-trained model, 0 for the presets
-# demo and lab.
+# out of the average in its table 3; in short runs, its warm-up is cut to a third of the steps. Wang
+# 2021 evaluates every 1,000 steps on SQuAD's dev set and reports the best; here the last model is
+# scored. The encoder's dropout is not part of a recipe: it is that of the pre-trained model, 0 for
+# the presets demo and lab.
 # fmt: off
 RECIPES = {
     # ELECTRA (Clark 2020, app. B), which RPP follows
@@ -131,7 +131,7 @@ def settings(args, task, cfg):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data. A row is (texts, label), or a squad.Question. A test row's index takes the label's place.
+# Data. A row is (texts, label), or a squad.Question. In a test row, the label is the row's index.
 
 
 def read_docs(cache):

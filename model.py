@@ -866,7 +866,7 @@ class TupeRFactored(Tupe):
 
 
 class TupeFree(Component):
-    """TUPE-A with a free table in place of p_i U_Q . p_j U_K / sqrt(2D) (TUPE sec 5: it failed)."""
+    """TUPE-A with a free table instead of p_i U_Q . p_j U_K / sqrt(2D) (TUPE sec 5: it failed)."""
 
     combinable = False
     scale_terms = 2

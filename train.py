@@ -401,7 +401,7 @@ def train(args, argv):
     if world > 1:
         dist.barrier()  # until rank 0 has saved
     if rank == 0 and not row:
-        print("this run has ended; to train further: --init_from and another --out_dir")
+        print("this run has ended; to train further, use --init_from and another --out_dir")
     elif rank == 0:
         print_summary(run.path, row, model.names, baselines, time.perf_counter() - started)
         if args.preset == "demo":
