@@ -136,9 +136,7 @@ def commands(table, name, root=OUT):
         parts["blimp"] = f'python -m tools.blimp --ckpt {out} --pairs "$BLIMP"'
     steps = train.parse_args(shlex.split(flags)).steps if "@" in tuned else 0
     for task, given, share, step in fine_tunings(tuned, steps):
-        if "GLUE" in os.environ and task != "docs":
-            if not Path(os.environ["GLUE"], finetune.TASKS[task].folder).exists():
-                continue  # check_data has printed this
+        if task != "docs" and ("GLUE" in os.environ or table not in PAPERS):
             given += ' --data_dir "$GLUE"'
         start, to = (out, out) if share == "1" else (out / f"ckpt_{step}.pt", out / f"at_{share}")
         command = f"python finetune.py --task {task} {given} --ckpt {start} --out_dir {to}"
@@ -299,26 +297,6 @@ def run_first(more):
 # The program
 
 
-def check_data(wanted):
-    """Print which tasks are left out. wanted: (table, run) pairs. Raises UserError if an
-    environment variable is missing."""
-    needed = {"TEXT": any(find(name)[0] in WEB for _, name in wanted), "GLUE": False}
-    tasks = set()
-    for table, name in wanted:
-        for task, *_ in fine_tunings(TABLES[table][name][1], 1):
-            if task != "docs":
-                tasks.add(task)
-                needed["GLUE"] |= table not in PAPERS  # theirs may come from the hub
-    for variable in needed:
-        if needed[variable] and variable not in os.environ:
-            raise UserError(f"this needs ${variable}: see python -m results.run --help")
-    glue = os.environ.get("GLUE")
-    for task in sorted(tasks):
-        folder = finetune.TASKS[task].folder
-        if glue and not Path(glue, folder).exists():
-            print(f"{task}: no {folder} in $GLUE, left out")
-
-
 def main(argv=None):
     parser = Parser("-m results.run", __doc__)
     parser.add_argument("names", nargs="*", help=f"first, {', '.join(TABLES)}, or runs of these")
@@ -338,7 +316,11 @@ def main(argv=None):
             raise UserError(f"no table or run {unknown}: see python -m results.run --help")
         rows, failed = all_rows(), []
         lacking = [run for run in wanted if not args.draw and lacking_parts(*run, rows)]
-        check_data(lacking)
+        for run in lacking:
+            needed = " ".join(lacking_parts(*run, rows).values())
+            for variable in re.findall(r'"\$(\w+)"', needed):
+                if variable not in os.environ:
+                    raise UserError(f"this needs ${variable}: see python -m results.run --help")
         for table, name in lacking:
             try:
                 make_row(table, name, more)
