@@ -160,8 +160,6 @@ def call(command, folder):
     command = command.replace("python", shlex.quote(sys.executable), 1)
     with open(folder / "run.log", "a") as log:
         code = subprocess.run(command, shell=True, stdout=log, stderr=log).returncode
-    if code in (-2, 130):
-        raise KeyboardInterrupt
     if code:
         why = (folder / "run.log").read_text().strip().rpartition("\n")[2]
         raise CommandFailed(f"{folder.name} ended with {code}: {why}")
