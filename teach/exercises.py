@@ -419,8 +419,6 @@ def main(argv=None):
             return print_list()
         folder = Path(args.folder or f"exercises/{args.name}").expanduser()
         make_copy(args.name, folder)
-        if args.folder is None:  # git and ruff ignore the copies
-            (folder.parent / ".gitignore").write_text("*\n")
         exercise = EXERCISES[args.name]
         print(f"Write {' and '.join(exercise.methods)} in {folder / exercise.file}, then run")
         print(f"python -m teach.exercises --grade {shlex.quote(str(folder))}")
