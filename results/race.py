@@ -29,7 +29,8 @@ FILE = Path(__file__).with_name("bench-race.json")
 WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
 POINTS = 20  # of a model's curve
 # The flags of train.py that may be given: those that a row records, and where to run.
-FLAGS = "preset seed lr dtype batch_size block_size mask_rate cache device".split()
+RECORDED = "preset seed lr batch_size block_size mask_rate".split()
+FLAGS = [*RECORDED, "dtype", "cache", "device"]
 # transformers' classes, as their users would set them. RoBERTa adds positions at the input, MPNet
 # also adds T5's bias, and DeBERTa-v3 uses relative positions.
 PEERS = {
@@ -132,10 +133,8 @@ def race(minutes, schemes, args):
     name, threads = processor_name(args.device.type), torch.get_num_threads()
     machine = f"{name}, {threads} threads, torch {torch.__version__}, {dtype}"
     # Rows are comparable if these are equal; the file may hold others.
-    conditions = {"race": minutes, "preset": args.preset, "seed": args.seed, "lr": args.lr}
-    conditions |= {"batch_size": args.batch_size, "block_size": args.block_size}
-    conditions |= {"mask_rate": args.mask_rate, "machine": machine}
-    conditions["tokenizer_hash"] = corpus.meta["tokenizer_hash"]
+    conditions = {"race": minutes, **{name: getattr(args, name) for name in RECORDED}}
+    conditions |= {"machine": machine, "tokenizer_hash": corpus.meta["tokenizer_hash"]}
     rows = read_json(FILE)["rows"] if FILE.exists() else []
     done = {row["name"]: row for row in rows if conditions.items() <= row.items()}
 
@@ -167,9 +166,8 @@ def main(argv=None):
     with one_line_errors():
         given, more = parser.parse_known_args(argv)
         schemes = given.pe.split(",")
-        for pe in schemes:  # only checks them
-            train.parse_args([*more, "--pe", pe])
-        args = train.parse_args(more)
+        for pe in schemes:
+            args = train.parse_args([*more, "--pe", pe])
         for word in more:
             if word.startswith("--") and word[2:].partition("=")[0] not in FLAGS:
                 raise UserError(f"{word} is not one of --{', --'.join(FLAGS)}")
