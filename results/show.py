@@ -62,13 +62,6 @@ def uses_tokens(row):
     return first_below(row, copy_baseline(row) - 0.02)
 
 
-def all_pairs(row):
-    """Accuracy on all minimal pairs; None if only the order-only ones were scored."""
-    found = row.get("blimp")
-    if found and found["order_only_pairs"] < found["pairs"]:
-        return found["mean"]
-
-
 def copy_baseline(row):
     return row["baselines"].get("copy", row["baselines"].get("pplm.copy"))
 
@@ -87,7 +80,6 @@ COLUMNS = {
     "uses tokens at": uses_tokens,
     "AIV": lambda row: row["indicators"].get("aiv"),
     "OPR": lambda row: row["indicators"].get("opr"),
-    "BLiMP": all_pairs,
     "order-only": lambda row: row.get("blimp", {}).get("order_only"),
     "contextual score": lambda row: row["contexts"][-1][1] if row.get("contexts") else None,
     "spread": lambda row: f"{row['spread'][-1]:.2g}" if row.get("spread") else None,
@@ -97,14 +89,14 @@ COLUMNS = {
 TOKENS = "loss|mlm loss|at true positions|copy|random tokens|shuffled tokens|AUC"
 SHOWN = {
     "docs": "loss|leaves plateau at|AIV|minutes",
-    "schemes": "loss|leaves plateau at|AIV|OPR|BLiMP|order-only",
+    "schemes": "loss|leaves plateau at|AIV|OPR|order-only",
     "recipe": "loss|last 200 steps|leaves plateau at|AIV|order-only",
     "pplm": TOKENS,
     "plateau": f"{TOKENS}|AIV",
     "rates": "loss|last 200 steps",
     "classroom": "loss|copy|random tokens|shuffled tokens|AUC|spread|uses tokens at|minutes",
     "lengths": "loss",
-    "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|BLiMP|order-only",
+    "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|order-only",
     "taco": "mlm loss|loss|minutes",
     "docs-task": "mlm loss|loss",
     "lab": f"{TOKENS}|AIV",
