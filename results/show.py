@@ -563,11 +563,8 @@ def draw_spread(rows):
         using = [cost_of_random_tokens(row) > USED for row in runs]
         for row, uses in zip(runs, using):
             steps, *_, spread = zip(*row["spreads"])
-            axes.plot(steps, spread, color=ORANGE if uses else BLUE)
-            begins = uses_tokens(row)
-            for step, value in zip(steps, spread):
-                if f"{step:,}" == begins:
-                    axes.plot(step, value, "o", color=ORANGE)
+            begins = [f"{step:,}" == uses_tokens(row) for step in steps]
+            axes.plot(steps, spread, "o-", color=ORANGE if uses else BLUE, markevery=begins)
         axes.set(yscale="log", title=f"{label}: {sum(using)} of {len(runs)}")
     return axes
 
