@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import math
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,14 +264,8 @@ def main(argv=None):
     parser = Parser("data.py", __doc__)
     add_data_flags(parser)
     with one_line_errors():
-        args = vars(parser.parse_args(argv))
-        corpus = prepare(**args)
-        print(
-            f"ready: {corpus.folder}, {corpus.vocab_size:,} ids, {len(corpus.train):,} tokens for "
-            f"training, {len(corpus.val):,} for validation"
-        )
-        given = [f"--{name}={x}" for name, x in args.items() if x != parser.get_default(name)]
-        print("next: " + shlex.join(["python", "train.py", *given]))
+        corpus = prepare(**vars(parser.parse_args(argv)))
+        print(f"ready: {corpus.folder}")
 
 
 if __name__ == "__main__":
