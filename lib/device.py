@@ -26,12 +26,8 @@ def processor_name(device_type):
 
 def pick_device(name=None):
     """-> the torch.device of this process. Raises UserError if it is missing or unsupported."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    names = [kind for kind in available if available[kind]]
+    backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "cpu": torch.cpu}
+    names = [kind for kind, backend in backends.items() if backend.is_available()]
     name = name or names[0]
     if name not in names:
         raise UserError(f"--device {name}: not available; choose from {', '.join(names)}")
@@ -83,14 +79,10 @@ def autocast(device, dtype):
 def can_compile(device):
     """Whether torch.compile works on this device. If not, because there is no compiler, no Python.h
     or a /tmp that forbids execution, prints one line that says why."""
-
-    def double(x):
-        return 2 * x
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            torch.compile(double)(torch.ones(8, device=device))
+            torch.compile(lambda x: 2 * x)(torch.ones(8, device=device))
         return True
     except Exception as error:  # from a compiler, the linker, the loader, Triton, ...
         lines = f"{type(error).__name__}: {error}".splitlines()
@@ -107,11 +99,10 @@ def keep_memory():
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        if hasattr(libc, "mallopt"):  # glibc
-            # M_MMAP_THRESHOLD; older versions refuse more than 32 MiB. If it is not set, setting
-            # M_TRIM_THRESHOLD would fix it at 128 KiB.
-            if libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25):
-                libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
+        # M_MMAP_THRESHOLD; older versions refuse more than 32 MiB. If it is not set, setting
+        # M_TRIM_THRESHOLD would fix it at 128 KiB.
+        if libc.mallopt(-3, 1 << 30) or libc.mallopt(-3, 1 << 25):
+            libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 # Peak dense 16-bit FLOP/s from the data sheets (of the SXM cards).
