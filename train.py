@@ -389,9 +389,9 @@ def train(args, argv):
                         "scaler": scaler.state_dict(),
                     }
                     run.save(state, keeping)
-                print(format_row(row, model.names, args.steps, baselines), flush=True)
+                print(format_row(row, model.names, args.steps, baselines))
                 if evaluating and "mlm" in model.names:
-                    print("    sample:", sample(model, validation[0][:1].to(device)), flush=True)
+                    print("    sample:", sample(model, validation[0][:1].to(device)))
             if stopping and step < args.steps:
                 print(f"stopped at step {step}; resume with the same command and --resume")
                 leave(128 + stopping)

@@ -77,7 +77,7 @@ def bpe_state(parts):
     Every part contributes in proportion to its size, or equally if a size is unknown.
     """
     counts, sizes = collections.Counter(), [part.size for part in parts]
-    print(f"bpe: training a tokenizer of {BPE_IDS:,} ids (half a minute)", flush=True)
+    print(f"bpe: training a tokenizer of {BPE_IDS:,} ids (half a minute)")
     for part in parts:
         left = int(BPE_SAMPLE * part.size / sum(sizes) if all(sizes) else BPE_SAMPLE / len(parts))
         for text in filter(None, part.documents()):

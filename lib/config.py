@@ -46,8 +46,8 @@ def one_line_errors(remedy="use a smaller model or batch"):
 
 
 class LastingStream:
-    """Standard output or error. If its reader is gone (a closed pipe or terminal), what is printed
-    is lost, and the program continues."""
+    """Standard output or error, where every write is flushed. If its reader is gone (a closed pipe
+    or terminal), what is printed is lost, and the program continues."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -73,9 +73,8 @@ def leave(code, message=""):
     wait for a thread that needs it, so they can hang forever (pytorch#190489).
     """
     if message:
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(message.split())}", file=sys.stderr)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 

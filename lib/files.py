@@ -79,7 +79,7 @@ def lock(folder, doing="training", name=".lock", wait=False):
     except filelock.Timeout:
         if not wait:
             raise UserError(f"{busy}: wait for it, or use another --out_dir") from None
-        print(f"{busy}: waiting for it", flush=True)
+        print(f"{busy}: waiting for it")
         file.acquire()
     except (OSError, NotImplementedError) as error:  # some network file systems have no locks
         print(f"no lock on {folder} ({error}): do not start a second run there")

@@ -148,7 +148,7 @@ def print_start(run_info, model, sequences, epochs, reason, lines):
         print("baselines (loss in nats of a predictor that knows only ...):")
     for name, value in run_info["baselines"].items():
         print(f"  {name:16}{value:6.3f}  {KNOWS[name.rpartition('.')[2]]}")
-    print(*lines, sep="\n", flush=True)
+    print(*lines, sep="\n")
 
 
 def print_summary(folder, row, names, baselines, seconds):

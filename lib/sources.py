@@ -76,7 +76,7 @@ def short_hash(value):
 
 
 def docs_source():
-    print("docs: reading the docstrings of the installed packages (half a minute)", flush=True)
+    print("docs: reading the docstrings of the installed packages (half a minute)")
     library_of = docs_documents()
     digest = short_hash("\0".join(library_of))
     part = Part(partial(iter, library_of), sum(map(len, library_of)))
