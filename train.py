@@ -103,20 +103,14 @@ FREE_FLAGS = set(
 def parse_args(argv=None):
     """Flags override the preset, which overrides the defaults -> a namespace with every value set.
     Raises UserError."""
-    lines = [f"--pe: {', '.join(PE_NAMES)}", f"--objective: {', '.join(OBJECTIVES)}", "presets:"]
-    for name, p in PRESETS.items():
-        lines.append(
-            f"  {name:6}{p['n_layer']:>2} layers of {p['d_model']}, sequences of "
-            f"{p['block_size']}, batch {p['batch_size'] * p['grad_accum']:,}, lr {p['lr']:g}, "
-            f"{p['steps']:,} steps, {p['dataset']}"
-        )
-    parser = Parser("train.py", __doc__, "\n".join(lines))
+    epilog = f"--pe: {', '.join(PE_NAMES)}\n--objective: {', '.join(OBJECTIVES)}"
+    parser = Parser("train.py", __doc__, epilog)
     count, positive = between(int, "[1, 1e9]"), between(float, "(0, 1e9)")
     rate, below_1 = between(float, "(0, 1)"), between(float, "[0, 1)")
     path = os.path.expanduser
 
     flag = parser.add_argument_group("run").add_argument
-    flag("--preset", choices=list(PRESETS), default="demo", help="sizes and schedule, see below")
+    flag("--preset", choices=list(PRESETS), default="demo", help="sizes: see docs/reference.md")
     flag("--seed", type=between(int, "[0, 9e18]"), default=1337, help="random seed")
     flag("--out_dir", type=path, help="folder of the run (default: see above)")
     flag("--resume", action="store_true", help="resume from the checkpoint in --out_dir")
