@@ -174,7 +174,7 @@ def test_a_classifier_is_exported_with_its_labels(export, tmp_path, pe, task):
     with torch.no_grad():
         own, given = model(torch.tensor([ids]), None), theirs(**batch).logits.squeeze(-1)
     torch.testing.assert_close(given, own, rtol=0, atol=1e-5)
-    assert f'- {{"task": "{task}"' in (folder / "README.md").read_text()
+    assert f'{{"task": "{task}"' in (folder / "README.md").read_text()
 
 
 UNKNOWN = [("--pe rel_k", None), ("--pe rope+t5", None), ("--objective clm", None)]

@@ -28,7 +28,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.bpe import encoding_arguments, gpt2_state
 from lib.config import Parser, UserError, one_line_errors
-from lib.files import read_checkpoint, read_jsonl, write_checkpoint, write_json
+from lib.files import read_checkpoint, write_checkpoint, write_json
 from lib.sources import check_hub
 from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load, parse_pe
 from objectives import ObjectiveConfig, Pretraining
@@ -236,7 +236,7 @@ def export_run(run, folder):
     (theirs if head else base).save_pretrained(folder)
     names = token_names(checkpoint["tokenizer"])
     write_tokenizer(folder, dict(zip(names, their_ids)), cfg.max_len)
-    (folder / "README.md").write_text(model_card(run, checkpoint), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(checkpoint), encoding="utf-8")
 
 
 def write_tokenizer(folder, vocab, max_len):
@@ -267,23 +267,17 @@ def write_tokenizer(folder, vocab, max_len):
     write_json(folder / "tokenizer_config.json", config)
 
 
-def model_card(run, checkpoint):
-    """-> README.md: what the model was trained on, and its scores."""
-    if "row" in checkpoint:  # fine-tuned
-        command, scores = "python finetune.py, with the values below", [checkpoint["row"]]
-    else:
-        folder = run if os.path.isdir(run) else os.path.dirname(run)
-        command, scores = checkpoint["command"], read_jsonl(os.path.join(folder, "results.jsonl"))
-    lines = [f"- {json.dumps(row)}\n" for row in scores]
+def model_card(checkpoint):
+    """-> README.md: how the model was trained, and its scores if it was fine-tuned."""
+    training = json.dumps(checkpoint["row"]) if "row" in checkpoint else checkpoint["command"]
     return f"""---
 library_name: transformers
 ---
 Positional scheme: {checkpoint["config"]["pe"]}. Pre-training: {checkpoint["step"]} steps,
 data {checkpoint["data"]["dataset"]}.
 
-    {command}
-
-""" + "".join(lines)
+    {training}
+"""
 
 
 def main(argv=None):
