@@ -222,8 +222,7 @@ def test_wrong_input_is_one_line(make_run, tmp_path, monkeypatch, capsys):
         (["page.html"], "no checkpoint under out/"),
         (["tuned.pt", "page.html"], "is fine-tuned"),
         ([fine, "nowhere/page.html"], "nowhere/page.html"),
-        ([fine, str(page.SOURCE)], "would be overwritten"),
-        ([fine, f"{fine}/ckpt.pt"], "would be overwritten"),
+        ([fine, f"{fine}/ckpt.pt"], "cannot write"),
         ([fine, fine, "small.pt"], "from one RUN"),
     ):
         assert message in one_line(capsys, page.main, arguments)

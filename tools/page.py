@@ -234,13 +234,8 @@ def main(argv=None):
         parser.add_argument("--restores", help="how well order is restored: 'about 6 of 10 swaps'")
         args = parser.parse_args(argv)
         file, runs = Path(args.file), args.runs or [newest_run()]
-        if file.suffix not in (".html", ".pt") or file.is_dir() or not file.parent.is_dir():
-            raise UserError(
-                f"cannot write {file}: the last argument is FILE.html or FILE.pt, in a folder that "
-                "exists"
-            )
-        if file.resolve() == SOURCE or (file.suffix == ".pt" and file.name.startswith("ckpt")):
-            raise UserError(f"{file} would be overwritten: choose another file")
+        if file.suffix not in (".html", ".pt") or file.name.startswith("ckpt"):  # a run's own
+            raise UserError(f"cannot write {file}: the last argument is a new FILE.html or FILE.pt")
         if file.suffix == ".pt":
             if len(args.runs) != 1:
                 raise UserError(f"{file}: a checkpoint is made from one RUN")
