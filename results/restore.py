@@ -35,7 +35,7 @@ def restore_words(model, sentence, exchanges, margins, rng):
     @functools.cache  # other margins ask for the same orders
     def predict(pos):
         pos = torch.tensor([[0, *pos, n + 1]])
-        return sample.offsets_log_p(encoder, objective, tokens[None], pos)
+        return sample.offsets_log_p(encoder, objective, tokens[None], pos)[0]
 
     outcomes = []
     for margin in margins:

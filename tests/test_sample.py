@@ -106,7 +106,7 @@ def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
 
         def offsets_log_p(encoder, objective, tokens, pos):
             offsets = known(pos) - known(pos)[:, None]
-            return (50.0 * F.one_hot(offsets + 15, 31)).log_softmax(-1)
+            return (50.0 * F.one_hot(offsets + 15, 31)).log_softmax(-1)[None]
 
         monkeypatch.setattr(sample, "offsets_log_p", offsets_log_p)
         restore.main([str(runs / "mlm+nsp+pplm+tc"), "--text", str(text)])

@@ -29,7 +29,7 @@ from lib.device import keep_memory, pick_device
 from lib.files import newest_run
 from model import UNKNOWN_POS
 from tools.probe import add_run_flags, output_folder, print_table, write_numbers
-from tools.sample import load_pretraining, position_objective
+from tools.sample import load_pretraining, offsets_log_p, position_objective
 
 BATCH_TOKENS = 8192  # tokens per batch
 TIE_NATS = 1e-4  # scores that are closer than this tie
@@ -88,18 +88,14 @@ def offset_likelihood(model, tokens):
     """Position objectives: the mean log-probability of the true offset over all pairs, with
     every token at its true position (pmlm: at a masked one)."""
     objective, (B, L) = position_objective(model), tokens.shape
-    index = torch.arange(L, device=tokens.device)
-    pos = index.expand(B, L).clone()
+    index = torch.arange(L)
+    pos = index.repeat(B, 1)
     if objective.masks_positions:
         pos[:, 1:-1] = UNKNOWN_POS
-    states = model.encoder.hidden_states(tokens, pos)
-    s = objective.head.scores(model.encoder, states, pos)  # (B, n, n, H)
+    log_p = offsets_log_p(model.encoder, objective, tokens, pos.to(tokens.device))
     true = (index - index[:, None])[1:-1, 1:-1].expand(B, -1, -1)  # (B, n, n)
-    pairs = true != 0
-    label = objective.label(true, true)[pairs]
-    losses = F.cross_entropy(objective.head.psi(s[pairs]).float(), label, reduction="none")
-    losses = losses.view(B, (L - 2) * (L - 3)).cpu().double()
-    return -losses.mean(1).nan_to_num()  # a single token has no pairs
+    log_p = log_p.gather(-1, objective.label(true, true)[..., None])[..., 0]  # (B, n, n)
+    return log_p[:, true[0] != 0].double().mean(1).nan_to_num()  # a single token has no pairs
 
 
 @torch.no_grad()

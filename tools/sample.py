@@ -145,11 +145,11 @@ def shuffle(encoder, objective, text, seed=0):
 
 
 def offsets_log_p(encoder, objective, tokens, pos):
-    """Tokens (1, L) and their positions (1, L) -> the log-probability of each offset of each pair
-    of the n = L - 2 inner tokens, (n, n, n_classes)."""
+    """Tokens (B, L) and their positions (B, L) -> the log-probability of each offset of each pair
+    of the n = L - 2 inner tokens, (B, n, n, n_classes), on the CPU."""
     states = encoder.hidden_states(tokens, pos)
     scores = objective.head.scores(encoder, states, pos)
-    return objective.head.psi(scores).float().log_softmax(-1)[0].cpu()
+    return objective.head.psi(scores).float().log_softmax(-1).cpu()
 
 
 def best_order(predict, pos, margin=MARGIN):
@@ -195,7 +195,7 @@ def restore(encoder, objective, text, seed=0):
     def predict(pos):
         seen = assigned.clone()
         seen[0, 1:-1] = torch.where(masked, UNKNOWN_POS, pos)
-        return offsets_log_p(encoder, objective, batch["tokens"], seen)
+        return offsets_log_p(encoder, objective, batch["tokens"], seen)[0]
 
     return strings, pos.argsort(), best_order(predict, pos).argsort()
 
