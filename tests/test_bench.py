@@ -61,6 +61,6 @@ def test_wrong_input_is_one_line(capsys):
     """What cannot be measured is refused before anything is measured."""
     for flags, message in (
         ("--pe rope --objective pmlm", "cannot represent"),
-        ("--pe t5,rope --objective mlm,pplm", "but not both"),
+        ("--pe t5,rope --peer hf", "--peer takes one scheme"),
     ):
         assert message in one_line(capsys, bench.main, f"--device cpu {flags}".split())

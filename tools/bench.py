@@ -262,10 +262,7 @@ def measurements(args):
     objectives = args.objective.split(",")
     if args.objective == "all":
         objectives = [*OBJECTIVES, "mlm_full"]
-    several = len(pes) > 1 or len(objectives) > 1
-    if len(pes) > 1 and len(objectives) > 1 and not args.agree:
-        raise UserError("several schemes or several objectives, but not both (except --agree)")
-    if args.peer and (several or args.agree):
+    if args.peer and (len(pes) * len(objectives) > 1 or args.agree):
         raise UserError("--peer takes one scheme and one objective, and no --agree")
     compiling = [False, True] if args.peer and args.compile is None else [bool(args.compile)]
     if True in compiling and not can_compile(args.device):
