@@ -278,7 +278,6 @@ def test_lengths_of_a_run(runs, corpus, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "main, flags, message",
     [
-        (probe.main, "--ckpt nowhere", "no checkpoint at nowhere"),
         (blimp.main, "--ckpt abs --pairs nowhere", "nowhere cannot be read"),
         (blimp.main, "--ckpt abs --pairs abs/log.jsonl", "every line needs texts"),
         (lengths.main, "--ckpt abs --lengths 64", "longer than the position table (16)"),

@@ -12,7 +12,7 @@ import finetune
 from lib.files import read_checkpoint
 from results import restore
 from test_all import corrupted
-from tests.conftest import one_line, run_train
+from tests.conftest import run_train
 from tools import sample
 
 TEXT = "the quick brown fox jumps over a lazy dog"
@@ -163,4 +163,3 @@ def test_prompts_until_an_empty_line(runs, monkeypatch, capsys, ckpt):
     sample.main(["--ckpt", str(runs / ckpt)])
     printed = capsys.readouterr().out
     assert all(part in printed for part in PRINTED[ckpt].values()) and next(texts) == "not read"
-    assert "no checkpoint at " in one_line(capsys, sample.main, ["--ckpt", f"{runs}/nowhere"])
