@@ -47,7 +47,7 @@ class Browser:
         self.session = self.session["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
-        self.resize(840, 700)
+        self.resize(700)
         self.call("Page.navigate", url=Path(file).resolve().as_uri())
         self.run("document.readyState === 'complete' ? 0 : new Promise((f) => (onload = f))")
 
@@ -86,8 +86,8 @@ class Browser:
             raise RuntimeError(result["exceptionDetails"]["exception"]["description"])
         return result["result"].get("value")
 
-    def resize(self, width, height):
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    def resize(self, height):
+        size = {"width": 840, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def screenshot(self):
@@ -132,7 +132,7 @@ def record(browser):
     shown = "document.querySelectorAll('.words, #sentence + .soft')"
     last = f"[...{shown}].filter((x) => x.offsetParent).at(-1)"
     # A shuffled sentence may need one more line.
-    browser.resize(840, round(browser.run(f"{last}.getBoundingClientRect().bottom")) + 50)
+    browser.resize(round(browser.run(f"{last}.getBoundingClientRect().bottom")) + 50)
     names = browser.run("runs.map((run) => run.config.pe)")
     others = [name for name in ("tupe_r", *names) if name in names and name != "none"]
     if "none" in names:
