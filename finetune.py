@@ -46,7 +46,7 @@ from lib.files import (
     read_json,
     write_checkpoint,
 )
-from lib.glue import GLUE, Task, find_files, paper_averages, read_split
+from lib.glue import GLUE, Task, paper_averages, read_split
 from lib.run import broken
 from lib.sources import DOCS_LIBRARIES
 from lib.squad import SQUAD, SQUAD_V2
@@ -572,18 +572,17 @@ def finetune(name, start, args):
 
 
 def task_names(args):
-    """--task -> the names of the tasks; for `all`, those whose folder exists. Raises UserError if
-    one of these lacks a file."""
+    """--task -> the names of the tasks; for `all`, those whose training file exists. Raises
+    UserError if there is none."""
     if args.task != "all":
         return [args.task]
     names = []
     for name, task in GLUE.items():
-        if args.data_dir and not Path(args.data_dir, task.folder).exists():
-            print(f"{name}: {Path(args.data_dir, task.folder)} does not exist; skipped")
-            continue
-        for split in ("train", "dev"):  # now, and not when the task's turn comes
-            find_files(task, name, args.data_dir, split)
-        names.append(name)
+        file = Path(args.data_dir or "", task.folder, task.file("train"))
+        if args.data_dir is None or file.exists():
+            names.append(name)
+        else:
+            print(f"{name}: {file} does not exist; skipped")
     if not names:
         raise UserError(f"--task all: {args.data_dir} has none of GLUE's folders")
     return names

@@ -193,36 +193,23 @@ def paper_averages(scores):
     return averages
 
 
-def find_files(task, name, data_dir, split):
-    """'train', 'dev' or 'test' -> {name in the results, or of the file to submit: the official file
-    in data_dir, or if that is None the split on the hub}.
+def read_split(task, name, data_dir, split):
+    """'train', 'dev' or 'test' -> {name in the results, or of the file to submit: rows}, from the
+    official files in data_dir, or if that is None from the hub.
 
     A missing file is reported in one line. Raises UserError if it is the training file or the first
-    one to score.
+    one to score, and OSError.
     """
-    files, is_test = {}, split == "test"
+    rows, is_test = {}, split == "test"
     for key, part in {"train": {"": "train"}, "dev": task.dev, "test": task.test}[split].items():
         key = (key or task.folder) if is_test else name + key
-        path = Path(data_dir or "", task.folder, task.file(part))
-        if task.kind == "span" and not path.exists():
-            path = Path(data_dir or "", task.file(part))  # SQuAD's files may be in data_dir itself
+        file = Path(data_dir or "", task.folder, task.file(part))
         if data_dir is None:
-            files[key] = part
-        elif path.exists():
-            files[key] = path
-        elif is_test or files:
-            print(f"{key}: {path} does not exist, left out")
+            rows[key] = task.read_hub(task, name, part)
+        elif file.exists():
+            rows[key] = task.read(task, file, is_test)
+        elif is_test or rows:
+            print(f"{key}: {file} does not exist, left out")
         else:
-            known = ", ".join(map(task.file, ("train", *task.dev.values())))
-            raise UserError(f"{path} does not exist; the files of {name} are {known}")
-    return files
-
-
-def read_split(task, name, data_dir, split):
-    """The rows of find_files, under the same names. Raises UserError, OSError."""
-    return {
-        key: task.read_hub(task, name, x)
-        if data_dir is None
-        else task.read(task, x, split == "test")
-        for key, x in find_files(task, name, data_dir, split).items()
-    }
+            raise UserError(f"{file} does not exist")
+    return rows

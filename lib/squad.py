@@ -220,7 +220,7 @@ def best_over_golds(score, is_v2=False):
 
 
 SQUAD = Task(
-    "squad",
+    "",
     ("question", "context"),
     (),
     kind="span",

