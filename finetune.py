@@ -158,8 +158,6 @@ def read_task(name, data_dir, cache, limit_train=None):
     else:
         rows = read_split(TASKS[name], name, data_dir, "train")[name]
         evaluations = read_split(TASKS[name], name, data_dir, "dev")
-    if None in map(itemgetter(1), rows):
-        raise UserError(f"{name}: the training file has questions without answers")
     order = np.random.default_rng(0).permutation(len(rows))[:limit_train]
     return [rows[i] for i in order], evaluations
 
@@ -432,9 +430,6 @@ def evaluate(predict_rows, evaluations, run, began, out_dir):
     results = []
     for name, rows in evaluations.items():
         task, labels = TASKS[name.removesuffix("-mm")], [row[1] for row in rows]
-        if None in labels:
-            print(f"{name}: no score, {labels.count(None)} questions have no answers in the file")
-            continue
         predictions = predict_rows(rows)
         answer = "" if task.kind == "span" else statistics.mode(labels)
         metrics = task.score(labels, predictions)
@@ -552,7 +547,7 @@ def finetune(name, start, args):
         run |= {"n_train": len(rows), "ckpt": start["source"], "step": start["step"]}
         predictor = partial(predict, model, dtype=args.dtype)
         scored = evaluate(predictor, evaluations, run, began, args.out_dir)
-        score = next(iter(scored[0]["metrics"].values())) if scored else 0.0
+        score = next(iter(scored[0]["metrics"].values()))
         if score > best_score:
             best_score = score
             checkpoint = {
@@ -560,7 +555,7 @@ def finetune(name, start, args):
                 "task": name,
                 "classes": TASKS[name].classes,
                 "length": chosen.length,
-                "row": scored[0] if scored else run,
+                "row": scored[0],
                 "config": asdict(model.encoder.config),
                 "model": model.state_dict(),
             }
@@ -613,9 +608,8 @@ def main(argv=None):
         for name in names:
             with lock(args.out_dir, f"fine-tuning on {name}", f".{name}.lock"):
                 results += finetune(name, start, args)
-        if results:
-            report(results, args)
-            print(f"results: {args.out_dir}/results.jsonl")
+        report(results, args)
+        print(f"results: {args.out_dir}/results.jsonl")
 
 
 if __name__ == "__main__":

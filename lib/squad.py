@@ -27,7 +27,7 @@ MAX_QUESTION = 64  # tokens of a question
 
 class Question(NamedTuple):
     texts: tuple  # question, context
-    golds: list | None = ()  # the annotators' answers; empty: unanswerable; None: not in the file
+    golds: list = ()  # the annotators' answers; empty: unanswerable
     starts: list = ()  # the index of each answer's first character in the context
     id: str = ""
 
@@ -47,27 +47,20 @@ class Window(NamedTuple):
 
 
 def read_squad(task, file, is_test=False):
-    """SQuAD's JSON, v1.1 or v2.0 -> [Question]. Raises UserError.
-
-    Only a question marked `is_impossible` is unanswerable. One that merely has no answers is from a
-    test file (golds None) and must not be scored.
-    """
+    """SQuAD's JSON, v1.1 or v2.0 -> [Question]. Raises UserError."""
     questions = []
     try:
         for article in read_json(file)["data"]:
             for paragraph in article["paragraphs"]:
                 context = paragraph["context"]
                 for q in paragraph["qas"]:
-                    answers = q.get("answers") or []
-                    golds = [answer["text"] for answer in answers]
-                    starts = [answer["answer_start"] for answer in answers]
+                    golds = [answer["text"] for answer in q["answers"]]
+                    starts = [answer["answer_start"] for answer in q["answers"]]
                     if not all(map(context.startswith, golds, starts)):
                         raise UserError(
                             f"{file}, question {q['id']}: the context has no such answer at "
                             "answer_start"
                         )
-                    if not golds and not q.get("is_impossible"):
-                        golds = None
                     questions.append(Question((q["question"], context), golds, starts, q["id"]))
     except (AttributeError, KeyError, TypeError) as error:
         kind = type(error).__name__
