@@ -454,10 +454,7 @@ MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2 is not in RTE's format ('maybe')"),
     ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),
     ("rte", HEADER, "train.tsv has no rows"),
-    ("rte", HEADER + "\xff\tb\tentailment", "can't decode byte 0xff"),
-    ("stsb", official_file("stsb", [("ab", "high")]), "could not convert string to float"),
     ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
-    ("squad", squad_json([("7", "q", "a b", [("b", 1)])]), "question 7: "),
 ]
 # fmt: on
 
@@ -469,8 +466,7 @@ def test_wrong_input_is_one_line(home, tmp_path, capsys, flags, content, message
         task = finetune.TASKS[flags]
         (tmp_path / task.folder).mkdir(exist_ok=True)
         for split in ("train", "validation"):
-            file = tmp_path / task.folder / task.file(split)
-            file.write_text(content, encoding="latin-1")
+            (tmp_path / task.folder / task.file(split)).write_text(content)
         flags += f" --data_dir {tmp_path}"
     assert message in one_line(capsys, run_finetune, tmp_path, flags)
 
