@@ -162,13 +162,12 @@ def read_task(name, data_dir, cache, limit_train=None):
     return [rows[i] for i in order], evaluations
 
 
-def encode(texts, tokenizer, cfg, length, masks=False):
+def encode(texts, tokenizer, cfg, length):
     """One or two texts -> the ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length`; the
-    longer text is cut first. masks: "[MASK]" in a text is the special token (the docs task)."""
+    longer text is cut first. "[MASK]" in a text is the special token (the docs task)."""
     room = length - 1 - len(texts)
-    special = {"[MASK]"} if masks else set()
     parts = [
-        tokenizer.encode(text.strip(), allowed_special=special, disallowed_special=())[:room]
+        tokenizer.encode(text.strip(), allowed_special={"[MASK]"}, disallowed_special=())[:room]
         for text in texts
     ]
     while sum(map(len, parts)) > room:
@@ -184,8 +183,7 @@ def encode_rows(model, rows):
     score, or (first, last) token of the answer."""
     tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
     if model.kind != "span":
-        masks = model.name == "docs"
-        return [(encode(r[0], tokenizer, cfg, model.length, masks), r[1]) for r in rows], []
+        return [(encode(r[0], tokenizer, cfg, model.length), r[1]) for r in rows], []
     encoded, windows = [], []
     for i, question in enumerate(rows):
         for row, window in squad.windows(i, question, tokenizer, cfg, model.length):
