@@ -328,7 +328,8 @@ def schedule(step, steps, warmup):
     """Fraction of the peak learning rate at a step: linear warm-up (below 1: a fraction of the
     steps), then linear decay to 0."""
     warmup = warmup * steps if warmup < 1 else warmup
-    return min((step + 1) / max(1, warmup), (steps - step) / max(1, steps - warmup), 1.0)
+    warmup = min(warmup, steps // 3)  # with few rows, taco's would be longer than the run
+    return min((step + 1) / max(1, warmup), (steps - step) / (steps - warmup), 1.0)
 
 
 def train(model, rows, chosen, lr, seed, args):
@@ -337,7 +338,6 @@ def train(model, rows, chosen, lr, seed, args):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     steps = chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
-    warmup = min(chosen.warmup, steps // 3)  # with few rows, taco's would be longer than the run
     if args.compile:
         torch._dynamo.reset()  # the previous model's graphs count towards dynamo's limit
         model.compile(dynamic=True)  # the length varies (on a GPU, SDPA needs a few graphs)
@@ -353,7 +353,7 @@ def train(model, rows, chosen, lr, seed, args):
     for step, indices in enumerate(bar):
         # The groups' learning rates rise and fall together, each with its own peak.
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * schedule(step, steps, warmup)
+            group["lr"] = group["peak_lr"] * schedule(step, steps, chosen.warmup)
 
         tokens, pad, labels = padded_batch(rows, indices, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):

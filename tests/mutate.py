@@ -99,7 +99,7 @@ MUTANTS = {
         ("F.mse_loss(out, labels)", "F.binary_cross_entropy_with_logits(out, labels)",
          "STS-B as classification"),
         ("self.encoder(tokens, pad=pad)", "self.encoder(tokens)", "padding is attended to"),
-        ("(steps - step) / max(1, steps - warmup)", "1.0", "no decay of the learning rate"),
+        ("(steps - step) / (steps - warmup)", "1.0", "no decay of the learning rate"),
     ],
 }
 # fmt: on
