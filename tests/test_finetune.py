@@ -311,7 +311,7 @@ def test_learn_save_and_score_again(home, tmp_path):
     assert rows[0]["ckpt"] == "out/run" and rows[2]["one_class"] and rows[0]["dropout"] == 0.2
     assert finetune.best_runs(rows, statistics.median) == {("out/run", "cola"): rows[:2]}
     (again,) = run_predict(tmp_path)
-    assert again["eval_only"] and again["ckpt"] == f"{tmp_path}/finetuned-cola.pt (cola)"
+    assert again["ckpt"] == f"{tmp_path}/finetuned-cola.pt (cola)"
     assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"])
     _, model = finetune.load_finetuned(tmp_path / "finetuned-cola.pt")
     [[(p, best), (q, _)]] = finetune.rank(model, [squad.Question(("the owls",))])
@@ -397,7 +397,7 @@ def test_squad_run(home, tmp_path):
     """SQuAD v2.0 is learned from contexts longer than the sequences, which are longer than
     max_len."""
     (row,) = run_finetune(tmp_path, "squad_v2 --lr 0.01 --epochs 30 --length 40")
-    (again,) = run_predict(tmp_path, "--task squad_v2")
+    (again,) = run_predict(tmp_path)
     answers = json.loads((tmp_path / "squad_v2.json").read_text())
     golds = [q.golds for q in squad.read_squad(None, "glue/dev-v2.0.json")]
     assert list(answers) == [str(i) for i in range(24)]
@@ -407,8 +407,7 @@ def test_squad_run(home, tmp_path):
 
 
 def test_a_start_is_never_overwritten(home, tmp_path, capsys):
-    """A run may be repeated, but not twice at once, nor from the model that it would replace. A
-    model of one task is no model of another."""
+    """A run may be repeated, but not twice at once, nor from the model that it would replace."""
     file, link = tmp_path / "finetuned-cola.pt", tmp_path / "link.pt"
     link.symlink_to(file)
     for _ in range(2):
@@ -416,8 +415,6 @@ def test_a_start_is_never_overwritten(home, tmp_path, capsys):
     assert "would be overwritten" in one_line(capsys, run_finetune, tmp_path, f"all --ckpt {link}")
     with lock(tmp_path, "fine-tuning", ".cola.lock"):
         assert "another process" in one_line(capsys, run_finetune, tmp_path, "cola")
-    flags = f"--task stsb --ckpt {file}"
-    assert "fine-tuned on cola, not on stsb" in one_line(capsys, run_predict, tmp_path, flags)
 
 
 def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, capsys):

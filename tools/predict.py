@@ -2,7 +2,7 @@
 
     python -m tools.predict --ckpt out/run/finetuned-mnli.pt --data_dir glue
     python -m tools.predict --ckpt out/run                 # all finetuned-<task>.pt of the folder
-    python -m tools.predict --ckpt out/run --task squad_v2 --data_dir squad
+    python -m tools.predict --ckpt out/run/finetuned-squad_v2.pt --data_dir squad
 
 The scores become lines of results.jsonl. The files are those that gluebenchmark.com takes, such as
 CoLA.tsv; an MNLI model also writes AX.tsv. SQuAD's test set is not public, so its JSON has the
@@ -40,8 +40,6 @@ def score_and_predict(path, args):
     if args.compile:
         model.compile(dynamic=True)
     name, out_dir = model.name, Path(args.out_dir or os.path.dirname(path))
-    if args.task not in (None, name):
-        raise UserError(f"{path} is fine-tuned on {name}, not on {args.task}")
     task = TASKS[name]
     if name == "docs":
         _, dev = read_docs(args.cache)
@@ -53,7 +51,7 @@ def score_and_predict(path, args):
 
     predictor = partial(predict, model.to(args.device), dtype=args.dtype)
     out_dir.mkdir(parents=True, exist_ok=True)
-    run = {**checkpoint["row"], "ckpt": f"{path} ({name})", "eval_only": True}
+    run = {**checkpoint["row"], "ckpt": f"{path} ({name})"}
     print_scores(evaluate(predictor, dev, run, began, out_dir))
     for key, rows in tests.items():
         file = out_dir / f"{key}{'.json' if task.kind == 'span' else '.tsv'}"
@@ -67,7 +65,6 @@ def parse_args(argv=None):
     flag = parser.add_argument_group("task and files").add_argument
     ckpt = "finetuned-<task>.pt, or a folder of them (default: the newest run's)"
     flag("--ckpt", type=path, help=ckpt)
-    flag("--task", choices=tuple(TASKS), help="only this one of the folder")
     official = "folder with GLUE's official folders, or SQuAD's JSON (default: from the hub)"
     flag("--data_dir", type=path, help=official)
     out = "folder for results.jsonl and predictions (default: the checkpoint's)"
@@ -85,11 +82,9 @@ def main(argv=None):
         args.dtype, _ = pick_dtype(args.device, args.dtype)
         args.compile = args.compile and can_compile(args.device)
         ckpt = Path(args.ckpt or newest_run())
-        files = [ckpt]
-        if ckpt.is_dir():
-            files = sorted(ckpt.glob(f"finetuned-{args.task or '*'}.pt"))
-            if not files:
-                raise UserError(f"no finetuned-{args.task or '<task>'}.pt in {ckpt}")
+        files = sorted(ckpt.glob("finetuned-*.pt")) if ckpt.is_dir() else [ckpt]
+        if not files:
+            raise UserError(f"no finetuned-<task>.pt in {ckpt}")
         for file in files:
             score_and_predict(str(file), args)
 
