@@ -474,9 +474,9 @@ def report(results, args):
     aggregate, scores = getattr(statistics, RECIPES[args.recipe]["aggregate"]), {}
     print(
         f"\n{'':10}{'metric':10}{aggregate.__name__:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}"
-        f"{'best lr':>9}{'seeds':>7}{'collapsed':>11}{'s/run':>7}  start"
+        f"{'best lr':>9}{'seeds':>7}{'collapsed':>11}"
     )
-    for (source, name), rows in best_runs(results, aggregate).items():
+    for (_, name), rows in best_runs(results, aggregate).items():
         for metric, constant in rows[0]["constant"].items():
             values = [row["metrics"][metric] for row in rows]
             scores[name, metric] = aggregate(values)
@@ -484,7 +484,6 @@ def report(results, args):
                 f"{name:10}{metric:10}{aggregate(values):8.3f}{min(values):8.3f}{max(values):8.3f}"
                 f"{np.std(values, ddof=len(values) > 1):7.3f}{constant:10.3f}"
                 f"{rows[0]['lr']!s:>9}{len(values):7}{sum(row['one_class'] for row in rows):11}"
-                f"{statistics.mean(row['seconds'] for row in rows):7.0f}  {source}"
             )
     averages = paper_averages(scores) if args.task == "all" else {}
     for paper, mean in averages.items():
