@@ -125,7 +125,7 @@ def settings(args, task, cfg):
     """The recipe for a task, overridden by the flags -> namespace of recipe, epochs, lr (a list),
     batch_size, length, ... cfg: the encoder's configuration as a dictionary."""
     chosen = recipe_for(args.recipe, task, cfg["d_model"]) | {"recipe": args.recipe}
-    chosen["length"] = max(8, min(chosen["length"], cfg["max_len"]))  # at least 8, as with --length
+    chosen["length"] = min(chosen["length"], cfg["max_len"])
     flags = {k: value for k, value in vars(args).items() if k in chosen and value is not None}
     return SimpleNamespace(**chosen | flags)
 

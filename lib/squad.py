@@ -84,7 +84,7 @@ def token_spans(tokenizer, text):
     """-> token ids, (n, 2) start and end of each in characters. A character that the byte-level BPE
     splits belongs to both tokens."""
     ids = tokenizer.encode_ordinary(text)
-    data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+    data = np.frombuffer(text.encode(), np.uint8)
     # Maps each byte to its character: all bytes of a character except the first are 10xxxxxx.
     character = np.cumsum((data & 0xC0) != 0x80) - 1
     sizes = np.array([len(piece) for piece in tokenizer.decode_tokens_bytes(ids)], int)
