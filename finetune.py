@@ -263,8 +263,7 @@ def read_start(ckpt):
     start.pop("optimizer", None)  # twice as large as the model
     if ckpt == "scratch":
         return {**start, "model": {}, "step": 0, "source": f"scratch, shaped like {path}"}
-    source = f"{path} ({start['task']})" if "task" in start else path
-    return {**start, "source": source}
+    return {**start, "source": path}
 
 
 def make_model(start, name, length, seed=0):

@@ -311,7 +311,7 @@ def test_learn_save_and_score_again(home, tmp_path):
     assert rows[0]["ckpt"] == "out/run" and rows[2]["one_class"] and rows[0]["dropout"] == 0.2
     assert finetune.best_runs(rows, statistics.median) == {("out/run", "cola"): rows[:2]}
     (again,) = run_predict(tmp_path)
-    assert again["ckpt"] == f"{tmp_path}/finetuned-cola.pt (cola)"
+    assert again["ckpt"] == f"{tmp_path}/finetuned-cola.pt"
     assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"])
     _, model = finetune.load_finetuned(tmp_path / "finetuned-cola.pt")
     [[(p, best), (q, _)]] = finetune.rank(model, [squad.Question(("the owls",))])

@@ -51,7 +51,7 @@ def score_and_predict(path, args):
 
     predictor = partial(predict, model.to(args.device), dtype=args.dtype)
     out_dir.mkdir(parents=True, exist_ok=True)
-    run = {**checkpoint["row"], "ckpt": f"{path} ({name})"}
+    run = {**checkpoint["row"], "ckpt": path}
     print_scores(evaluate(predictor, dev, run, began, out_dir))
     for key, rows in tests.items():
         file = out_dir / f"{key}{'.json' if task.kind == 'span' else '.tsv'}"
