@@ -445,8 +445,7 @@ def print_scores(results):
         lr = f" lr {row['lr']}" if row["lr"] else ""  # a bag of words has none
         print(
             f"{row['task']} seed {row['seed']}{lr}: {shown} "
-            f"(majority {row['majority']:.4f}), {row['seconds']:.0f} s",
-            flush=True,
+            f"(majority {row['majority']:.4f}), {row['seconds']:.0f} s"
         )
 
 
@@ -531,7 +530,6 @@ def finetune(name, start, args):
         f"{len(rows):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
         f"recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr",
         *chosen.lr,
-        flush=True,
     )
     file = args.out_dir / f"finetuned-{name}.pt"
     results, best_score = [], -math.inf

@@ -153,10 +153,7 @@ def race(minutes, schemes, args):
             steps = max(1, int(60e3 * minutes / ms[name]))
             add(name, train_for(steps, name, args, corpus, batches))
         row = done[name]
-        print(
-            f"{name:24}{ms[name]:9.1f}{row['steps']:8,}{row['seconds']:9.0f}{row['loss']:8.3f}",
-            flush=True,
-        )
+        print(f"{name:24}{ms[name]:9.1f}{row['steps']:8,}{row['seconds']:9.0f}{row['loss']:8.3f}")
 
 
 def main(argv=None):

@@ -155,7 +155,7 @@ def all_rows():
 def call(command, folder):
     """Run a command with this Python; its output is appended to the folder's run.log. Raises
     CommandFailed."""
-    print(command, flush=True)
+    print(command)
     folder.mkdir(parents=True, exist_ok=True)
     command = command.replace("python", shlex.quote(sys.executable), 1)
     with open(folder / "run.log", "a") as log:
@@ -324,7 +324,7 @@ def main(argv=None):
                 make_row(table, name, more)
             except CommandFailed as error:  # continue with the other runs
                 failed.append(str(error))
-                print(f"failed: {error}", flush=True)
+                print(f"failed: {error}")
         if "first" in asked:
             run_first(more)
         rows = all_rows()

@@ -212,8 +212,7 @@ def compare(groups, args):
             print(
                 f"{v.name:14}{v.pe:19}{v.objective:12}{shape:>10}{row['ms_per_step']:10.1f}"
                 f"{row['tokens_per_s']:11,.0f}{row['peak_mem_mb']:9,.0f}"
-                f"  {middle:.2f} ({low:.2f} - {high:.2f})",
-                flush=True,
+                f"  {middle:.2f} ({low:.2f} - {high:.2f})"
             )
 
 
@@ -244,10 +243,7 @@ def agree(variants, args):
         relative = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
         row = {"name": "agree", "pe": v.pe, "objective": v.objective, "compile": v.compile}
         yield {**row, "loss": losses[0], "difference": difference, "gradient_difference": relative}
-        print(
-            f"{v.pe:19}{v.objective:12}{losses[0]:14.4f}{difference:12.1e}{relative:17.1e}",
-            flush=True,
-        )
+        print(f"{v.pe:19}{v.objective:12}{losses[0]:14.4f}{difference:12.1e}{relative:17.1e}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def score_and_predict(path, args):
         file = out_dir / f"{key}{'.json' if task.kind == 'span' else '.tsv'}"
         with atomic_write(file) as handle:
             handle.write(prediction_file(task, rows, predictor(rows)).encode())
-        print(f"predictions: {len(rows):,} rows in {file}", flush=True)
+        print(f"predictions: {len(rows):,} rows in {file}")
 
 
 def parse_args(argv=None):
