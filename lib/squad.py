@@ -55,6 +55,8 @@ def read_squad(task, file, is_test=False):
                 for q in paragraph["qas"]:
                     golds = [answer["text"] for answer in q["answers"]]
                     starts = [answer["answer_start"] for answer in q["answers"]]
+                    if not all(map(context.startswith, golds, starts)):
+                        raise UserError(f"{file}: question {q['id']} has a wrong answer_start")
                     questions.append(Question((q["question"], context), golds, starts, q["id"]))
     except (KeyError, TypeError) as error:
         kind = type(error).__name__

@@ -428,6 +428,8 @@ MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),
     ("rte", HEADER, "train.tsv has no rows"),
     ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
+    ("squad", '{"data": [{"paragraphs": [{"context": "a b", "qas": [{"id": "7", "question": "q", '
+     '"answers": [{"text": "b", "answer_start": 1}]}]}]}]}', "question 7 has a wrong answer_start"),
 ]
 # fmt: on
 
