@@ -93,11 +93,6 @@ def encode(encoder, *texts):
     return torch.tensor([ids], device=encoder.tok.weight.device)
 
 
-def decode(strings, order):
-    """Token strings in the given order (n,) -> text."""
-    return "".join(strings[i] for i in order).replace("[MASK]", " [MASK]").strip()
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokens and contexts
 
@@ -258,9 +253,9 @@ def print_sample(model, text):
     else:
         strings, shuffled, restored = restore(encoder, position, text)
         n = len(strings)
-        print(f"shuffled: {decode(strings, shuffled)}")
-        print(f"restored: {decode(strings, restored)}")
-        print(f"original: {decode(strings, range(n))}")
+        orders = {"shuffled": shuffled, "restored": restored, "original": range(n)}
+        for name, order in orders.items():
+            print(f"{name}: {''.join(strings[i] for i in order).strip()}")
         print(
             f"pairs in the correct order, of {n * (n - 1) // 2}: {correct_pairs(shuffled)} as "
             f"shuffled, {correct_pairs(restored)} as restored"
