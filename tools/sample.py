@@ -22,7 +22,6 @@ import contextlib
 import itertools
 import os
 from argparse import Namespace
-from functools import partial
 
 import tiktoken
 import torch
@@ -296,20 +295,20 @@ def main(argv=None):
         path = args.ckpt or newest_run()
         if "task" in read_checkpoint(path):
             _, model = load_finetuned(path)
-            print_output, trained_on = partial(print_predictions, model), model.name
+            print_output, trained_on = print_predictions, model.name
             accepted = " ||| ".join(TASKS[model.name].texts)
         else:
             model = load_pretraining(path)
-            print_output, trained_on = partial(print_sample, model), "+".join(model.names)
+            print_output, trained_on = print_sample, "+".join(model.names)
             accepted = accepted_texts(model)
         print(f"{path}: {model.encoder.config.pe}, {trained_on}")
         if args.text is not None:
-            return print_output(args.text)
+            return print_output(model, args.text)
         print(f"Enter {accepted}, or an empty line to quit.")
         with contextlib.suppress(EOFError):
             while (text := input("text: ")).strip():
                 try:
-                    print_output(text)
+                    print_output(model, text)
                 except UserError as error:  # the next text may be fine
                     print(error)
 
