@@ -674,11 +674,6 @@ def compare_runs(patterns, out_dir, device):  # --runs
     if table5:
         print("Pearson's r; positive: runs with a higher indicator have better scores")
         print_table(table5)
-    else:
-        print(
-            "no correlations with task scores: they need at least 3 runs of one objective with "
-            "results of finetune.py, not counting pe none"
-        )
 
 
 def untrained_schemes(names, out_dir):  # --pe
