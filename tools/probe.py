@@ -712,8 +712,7 @@ def context_cosines(vectors, eligible):
     own = g.sum(1, keepdim=True)  # (B, 1, C): their sum
     intra = ((g * own).sum(-1) - 1) / (m - 1)  # (B, L), without the token itself
     inter = (g * (own.sum(0) - own)).sum(-1) / (m.sum() - m)
-    counted = eligible & (m > 1) & (m.sum() > m)
-    intra, inter = float(intra[counted].mean()), float(inter[counted].mean())
+    intra, inter = float(intra[eligible].mean()), float(inter[eligible].mean())
     return {"intra-context": intra, "inter-context": inter, "contextual score": intra - inter}
 
 
