@@ -100,10 +100,7 @@ TABLES = read_tables((HERE / "tables.txt").read_text())
 
 def find(name):
     """-> the first table that has a run, and the train.py flags used there."""
-    for table, runs in TABLES.items():
-        if name in runs:
-            return table, runs[name][0]
-    raise UserError(f"no run {name} in results/tables.txt")
+    return next((table, runs[name][0]) for table, runs in TABLES.items() if name in runs)
 
 
 def fine_tunings(tuned, steps):
