@@ -322,8 +322,7 @@ def draw(folder, rows):
             paint(rows).figure.savefig(folder / file)
     terms = read_json(HERE / "terms.json")["runs"]  # of tools.probe --terms
     title = "In abs, the position term varies only at [CLS] and [SEP]; TUPE's favors the next token"
-    if len({run["step"] for run in terms}) > 1:
-        title += "\n(abs was trained for longer, because it learns order later)"
+    title += "\n(abs was trained for longer, because it learns order later)"
     draw_terms(folder / "terms.png", terms, title)
 
 
