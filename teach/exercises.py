@@ -256,7 +256,7 @@ def make_copy(name, folder):
     for method in exercise.methods:
         source = blank(source, method, exercise)
     (folder / exercise.file).write_text(source)
-    (folder / "exercise.json").write_text(json.dumps({"exercise": name}) + "\n")
+    (folder / "exercise.txt").write_text(name)
 
 
 def find_function(source, name):
@@ -285,10 +285,10 @@ def blank(source, name, exercise):
 
 def grade(folder):
     """-> the exercise's name and the result of `check`. Raises UserError, OSError."""
-    if not (folder / "exercise.json").is_file():
+    if not (folder / "exercise.txt").is_file():
         raise UserError(f"{folder} was not made by python -m teach.exercises NAME")
-    name = read_json(folder / "exercise.json")["exercise"]
-    exercise = find_exercise(name)
+    name = (folder / "exercise.txt").read_text()
+    exercise = EXERCISES[name]
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         copy_files(temporary, *CORE, "teach/exercises.py")
