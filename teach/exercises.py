@@ -284,7 +284,8 @@ def blank(source, name, exercise):
 
 
 def grade(folder):
-    """-> the exercise's name and the result of `check`. Raises UserError, OSError."""
+    """Run the tests of an exercise on a student's copy, and print how many pass. Exits with 1 if
+    one fails. Raises UserError, OSError."""
     if not (folder / "exercise.txt").is_file():
         raise UserError(f"{folder} was not made by python -m teach.exercises NAME")
     name = (folder / "exercise.txt").read_text()
@@ -298,11 +299,15 @@ def grade(folder):
         try:
             run = subprocess.run(command, cwd=temporary, capture_output=True, timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
-            message = f"not finished after {TIMEOUT} s: an infinite loop?"
-            return name, {"passed": 0, "total": 0, "message": message}
+            leave(1, f"{name}: not finished after {TIMEOUT} s: an infinite loop?")
         if not (temporary / "result.json").exists():
             raise UserError(f"the tests did not run: {run.stderr[-300:].decode(errors='replace')}")
-        return name, read_json(temporary / "result.json")
+        result = read_json(temporary / "result.json")
+    methods = " and ".join(exercise.methods)
+    print(f"{name}, {methods}: {result['passed']} of {result['total']} tests pass")
+    if result["message"]:
+        print(result["message"])
+        leave(1)
 
 
 def check(name, original):
@@ -394,14 +399,6 @@ def print_list():
     print("python -m teach.exercises --hint NAME prints a second hint; the first is in the copy.")
 
 
-def print_grade(name, result):
-    methods = " and ".join(EXERCISES[name].methods)
-    print(f"{name}, {methods}: {result['passed']} of {result['total']} tests pass")
-    if result["message"]:
-        print(result["message"])
-        leave(1)
-
-
 def main(argv=None):
     with one_line_errors():
         parser = Parser("-m teach.exercises", __doc__)
@@ -414,7 +411,7 @@ def main(argv=None):
         if args.hint:
             return print(textwrap.fill(f"Second hint: {find_exercise(args.hint).second_hint}", 100))
         if args.grade:
-            return print_grade(*grade(Path(args.grade).expanduser()))
+            return grade(Path(args.grade).expanduser())
         if args.name is None:
             return print_list()
         folder = Path(args.folder or f"exercises/{args.name}").expanduser()
