@@ -248,7 +248,7 @@ def copy_files(folder, *patterns):
 def make_copy(name, folder):
     """Write the project without the methods of an exercise to a new folder. Raises UserError,
     OSError."""
-    exercise = find_exercise(name)
+    exercise = EXERCISES[name]
     if folder.exists():
         raise UserError(f"{folder} exists already: give another folder, or delete it")
     copy_files(folder, *CORE)
@@ -385,12 +385,6 @@ class Watch:
 # The program
 
 
-def find_exercise(name):
-    if name not in EXERCISES:
-        raise UserError(f"unknown exercise {name!r}; choose from {', '.join(EXERCISES)}")
-    return EXERCISES[name]
-
-
 def print_list():
     print(f"{'name':12} {'minutes':>7}  {'equation':26}{'write':18}")
     for name, e in EXERCISES.items():
@@ -403,13 +397,14 @@ def main(argv=None):
     with one_line_errors():
         parser = Parser("-m teach.exercises", __doc__)
         mode = parser.add_mutually_exclusive_group().add_argument
-        mode("name", nargs="?", help="copy the project for this exercise")
-        mode("--hint", metavar="NAME", help="print a second hint")
+        names = {"choices": EXERCISES, "metavar": "NAME"}
+        mode("name", nargs="?", **names, help="copy the project for this exercise")
+        mode("--hint", **names, help="print a second hint")
         mode("--grade", metavar="FOLDER", help="run the tests on this copy")
         parser.add_argument("folder", nargs="?", help="of the copy (default: exercises/NAME)")
         args = parser.parse_args(argv)
         if args.hint:
-            return print(textwrap.fill(f"Second hint: {find_exercise(args.hint).second_hint}", 100))
+            return print(textwrap.fill(f"Second hint: {EXERCISES[args.hint].second_hint}", 100))
         if args.grade:
             return grade(Path(args.grade).expanduser())
         if args.name is None:

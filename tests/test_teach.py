@@ -71,7 +71,7 @@ def test_grade_shows_the_first_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("tup", "unknown exercise 'tup'; choose from attention, tupe,"),
+        ("tup", "invalid choice: 'tup'"),
         ("tupe .", "exists already"),
         ("--grade none", "was not made by"),
     ],
