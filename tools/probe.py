@@ -484,14 +484,16 @@ def draw_terms(file, runs, title=None):
 
 
 def add_run_flags(parser, folder):
-    """The flags --ckpt, --out_dir and --device."""
+    """Add --ckpt, --out_dir and --device -> the add_argument of flags that exclude --ckpt."""
     flag, path = parser.add_argument, os.path.expanduser
-    flag("--ckpt", type=path, help="run folder or checkpoint (default: the newest run)")
+    mode = parser.add_mutually_exclusive_group().add_argument
+    mode("--ckpt", type=path, help="run folder or checkpoint (default: the newest run)")
     flag("--out_dir", type=path, help=f"where to write (default: RUN/{folder})")
     flag("--device", choices=("cpu", "cuda", "mps"), help="default: cuda, else mps, else cpu")
+    return mode
 
 
-def output_folder(path, name, out_dir=None):
+def output_folder(path, name, out_dir):
     """-> out_dir, or by default the folder `name` of a run, or for a checkpoint file
     <name>_<checkpoint> beside it."""
     file = Path(path)
@@ -781,8 +783,7 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
 
 def parse_args(argv=None):
     parser, path = Parser("-m tools.probe", __doc__), os.path.expanduser
-    mode = parser.add_mutually_exclusive_group().add_argument
-    mode("--ckpt", type=path, help="run folder or checkpoint (default: the newest run)")
+    mode = add_run_flags(parser, "probe and the like, --pe: out/schemes")
     mode("--runs", nargs="+", metavar="GLOB", help="run folders to compare")
     mode("--pe", type=str.lower, help="untrained schemes, such as t5,rope,alibi, or all")
     mode("--dynamics", type=path, metavar="RUN", help="run with the checkpoints of --keep_every")
@@ -790,9 +791,6 @@ def parse_args(argv=None):
     flag = parser.add_argument
     flag("--pairs", type=path, help="with --dynamics: file with lines word<TAB>word<TAB>score")
     flag("--text", help="with --terms: a sentence")
-    folder = "where to write (default: RUN/probe and the like, --pe: out/schemes)"
-    flag("--out_dir", type=path, help=folder)
-    flag("--device", choices=("cpu", "cuda", "mps"), help="default: cuda, else mps, else cpu")
     args = parser.parse_args(argv)
     if args.text and args.terms is None:
         raise UserError("--text needs --terms")
