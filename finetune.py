@@ -6,12 +6,11 @@
     python finetune.py --task all --recipe tupe --seeds 5          # all of GLUE from the hub
     python finetune.py --task rte --ckpt out/run/finetuned-mnli.pt        # from the MNLI model
 
-It starts from the newest checkpoint under out/ unless --ckpt names one. Every score is a line of
-results.jsonl. The table at the end shows the median or mean over seeds, the spread, and the score
-of always giving the most frequent answer (majority). The best run's model is saved beside it as
-finetuned-<task>.pt, replacing an earlier one; tools/predict.py scores it again and writes the
-files to submit. --compile is off by default, because it is only worth it in long runs. RPP is the
-paper on relative position prediction (2022); Wang 2021 is "On Position Embeddings in BERT".
+Every score is a line of results.jsonl. The table at the end shows the median or mean over seeds,
+the spread, and the score of always giving the most frequent answer (majority). The best run's model
+is saved beside it as finetuned-<task>.pt, replacing an earlier one; tools/predict.py scores it
+again and writes the files to submit. --compile is off by default, because it is only worth it in
+long runs.
 """
 
 import itertools

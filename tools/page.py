@@ -16,10 +16,8 @@ JavaScript. This program fills in the data:
                 in the page; vectors per offset (rel, deberta, ...) are tables of each layer
     tokenizers  each once
 
-A 16-bit checkpoint has no optimizer state and is a sixth of the size of the run's. All
-programs that take --ckpt accept it (their results go to its folder unless --out_dir is given).
-docs/demo.pt comes from an mlm+pplm run on Wikipedia and books, and docs/demo.html from this and
-four others (results/README.md, "The demo").
+A 16-bit checkpoint has no optimizer state and is a sixth of the size of the run's. All programs
+that take --ckpt accept it (their results go to its folder unless --out_dir is given).
 """
 
 import base64

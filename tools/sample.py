@@ -5,8 +5,7 @@
     python -m tools.sample --text 'It is not possible to use both.'       # pplm
     python -m tools.sample --ckpt out/run/finetuned-mnli.pt --text 'A man sleeps. ||| He is awake.'
 
-The newest run under out/ is used unless --ckpt names another one. The output depends on what the
-model was trained for:
+The output depends on what the model was trained for:
 
 objective                text                         output
 mlm                      a text with [MASK]           the five most likely tokens
