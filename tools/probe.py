@@ -4,8 +4,7 @@
     python -m tools.probe --runs 'out/*'         # compare runs: tables, and the maps of all
     python -m tools.probe --pe t5,rope,alibi     # untrained schemes (or all); needs no run
     python -m tools.probe --dynamics RUN         # similarity of contexts, over checkpoints
-    python -m tools.probe --terms RUN --text '...'   # attention logits, term by term
-    python -m tools.probe --terms RUN RUN2           # the same for two runs, one below the other
+    python -m tools.probe --terms RUN [RUN2] --text '...'   # attention logits, term by term
 
 The identical-word probe (Wang 2021, sec 4.2 and app. B) feeds sequences [CLS] w ... w [SEP], in
 which only the positions differ, and averages the attention of layer 1 over heads and 300 words. The
