@@ -572,7 +572,7 @@ def task_names(args):
         else:
             print(f"{name}: {file} does not exist; skipped")
     if not names:
-        raise UserError(f"--task all: {args.data_dir} has none of GLUE's folders")
+        raise UserError(f"--task all: {args.data_dir} has no training file of GLUE")
     return names
 
 

@@ -110,7 +110,7 @@ def parse_args(argv=None):
     path = os.path.expanduser
 
     flag = parser.add_argument_group("run").add_argument
-    flag("--preset", choices=list(PRESETS), default="demo", help="sizes: see docs/reference.md")
+    flag("--preset", choices=list(PRESETS), default="demo", help="see docs/reference.md")
     flag("--seed", type=between(int, "[0, 9e18]"), default=1337, help="random seed")
     flag("--out_dir", type=path, help="folder of the run (default: see above)")
     flag("--resume", action="store_true", help="resume from the checkpoint in --out_dir")

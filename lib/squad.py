@@ -18,7 +18,8 @@ from lib.glue import Task, load_from_hub
 # context by characters (BERT's is whole words, trimmed afterwards); spans are chosen among all that
 # are short enough (BERT's have one of the 20 best first and one of the 20 best last tokens); the
 # stride is a third of the length (BERT's is 128, a third of Wang 2021's 384); of an answer in the
-# training data, every token that overlaps it counts (BERT searches for the best word pieces).
+# training data, every token that overlaps it counts (BERT searches for the best word pieces);
+# a wrong answer_start is refused, not skipped.
 N_BEST = 20  # candidate answers per window and per question
 MAX_ANSWER = 30  # tokens of an answer
 MAX_QUESTION = 64  # tokens of a question

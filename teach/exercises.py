@@ -305,7 +305,7 @@ def grade(folder):
         result = read_json(temporary / "result.json")
     methods = " and ".join(exercise.methods)
     print(f"{name}, {methods}: {result['passed']} of {result['total']} tests pass")
-    if result["message"]:
+    if result["message"] or not result["total"]:
         print(result["message"])
         leave(1)
 

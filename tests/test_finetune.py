@@ -422,7 +422,7 @@ def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, caps
 HEADER = "sentence1\tsentence2\tlabel\n"
 # fmt: off
 MISTAKES = [  # flags, content of the task's files if it is wrong, message
-    ("all --data_dir glue/CoLA", None, "none of GLUE's folders"),
+    ("all --data_dir glue/CoLA", None, "no training file of GLUE"),
     ("rte", None, "train.tsv does not exist"),
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2 is not in RTE's format ('maybe')"),
     ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),

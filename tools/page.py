@@ -232,7 +232,11 @@ def main(argv=None):
         parser.add_argument("--restores", help="how well order is restored: 'about 6 of 10 swaps'")
         args = parser.parse_args(argv)
         file, runs = Path(args.file), args.runs or [newest_run()]
-        if file.suffix not in (".html", ".pt") or file.name.startswith("ckpt"):  # a run's own
+        if (
+            file.suffix not in (".html", ".pt")
+            or file.name.startswith("ckpt")
+            or file.resolve() == SOURCE
+        ):
             raise UserError(f"cannot write {file}: the last argument is a new FILE.html or FILE.pt")
         if file.suffix == ".pt":
             if len(args.runs) != 1:
