@@ -91,6 +91,11 @@ def encode(encoder, *texts):
     return torch.tensor([ids], device=encoder.tok.weight.device)
 
 
+def decode(strings, order):
+    """Token strings in the given order (n,) -> text."""
+    return "".join(strings[i] for i in order).replace("[MASK]", " [MASK]").strip()
+
+
 # --------------------------------------------------------------------------------------------------
 # Tokens and contexts
 
@@ -251,9 +256,9 @@ def print_sample(model, text):
     else:
         strings, shuffled, restored = restore(encoder, position, text)
         n = len(strings)
-        orders = {"shuffled": shuffled, "restored": restored, "original": range(n)}
-        for name, order in orders.items():
-            print(f"{name}: {''.join(strings[i] for i in order).strip()}")
+        print(f"shuffled: {decode(strings, shuffled)}")
+        print(f"restored: {decode(strings, restored)}")
+        print(f"original: {decode(strings, range(n))}")
         print(
             f"pairs in the correct order, of {n * (n - 1) // 2}: {correct_pairs(shuffled)} as "
             f"shuffled, {correct_pairs(restored)} as restored"
