@@ -208,7 +208,7 @@ def best_over_golds(score, is_v2=False):
 
 
 SQUAD = Task(
-    "",
+    "",  # the files are in --data_dir itself
     ("question", "context"),
     (),
     kind="span",

@@ -270,7 +270,8 @@ def find_function(source, name):
 def blank(source, name, exercise):
     """The source with one function reduced to its signature, docstring, task and hint."""
     node, lines = find_function(source, name), source.splitlines()
-    start = node.body[0].end_lineno if get_docstring(node) else node.lineno  # of the signature
+    # Without a docstring, a signature has one line.
+    start = node.body[0].end_lineno if get_docstring(node) else node.lineno
     indent = " " * (node.col_offset + 4)
     comments = f"Exercise ({exercise.source}): {exercise.task}", f"Hint: {exercise.hint}"
     width = 94 - len(indent)

@@ -7,9 +7,8 @@
 
 A step is corruption, forward, backward, clipping and update, on random tokens. Two models take
 turns, one step each, so that a change in the speed of the device affects both; their relative
-speed is the median over these pairs of steps, with its interquartile range. (The reference is abs
-with the first objective.) Peak memory is that
-of a new process.
+speed is the median over these pairs of steps, with its interquartile range. The reference is abs
+with the first objective. Peak memory is that of a new process.
 
 The peer is RobertaForMaskedLM as its users train it: the masking of
 DataCollatorForLanguageModeling, logits at every position, SDPA, and no attention mask, since no
