@@ -14,16 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import finetune
-from lib import bpe, glue, squad
+from lib import glue, squad
 from lib.files import lock, read_jsonl
 from model import EncoderConfig, load
-from test_all import close, finetune_args, sequences, tiny_classifier
+from test_all import close, encoding_of, finetune_args, sequences, tiny_classifier
 from tests.conftest import WORDS, one_line, run_train
 from tools import bow, predict
 
@@ -91,7 +90,7 @@ def test_docs(corpus, tmp_path, monkeypatch):
 def test_texts_become_tokens(corpus):
     """The longer text of a pair is cut first, and so is SQuAD's question. No word is lost that has
     room, not even after spaces. [MASK] is the special token, [SEP] is not."""
-    tokenizer = tiktoken.Encoding(**bpe.encoding_arguments(corpus.tokenizer))
+    tokenizer = encoding_of(corpus)
     cfg, short = EncoderConfig(vocab_size=8192), tokenizer.encode_ordinary("a dog")
     cls, sep = cfg.cls_id, cfg.sep_id
     for a, b in (("the fox " * 30, " " * 999 + "a dog"), (" a dog", "the fox " * 30)):
@@ -184,7 +183,7 @@ def berts_answers(outputs, windows):
 def test_squad_answers_are_berts(corpus, seed):
     """An answer may begin at a token only in the window where that token has most context, each
     text is listed once with its best score, and spaces alone are no answer."""
-    tokenizer = tiktoken.Encoding(**bpe.encoding_arguments(corpus.tokenizer))
+    tokenizer = encoding_of(corpus)
     rng = random.Random(seed)
     pieces = ["the ", "fox", " fox", "é", "漢", "\n", " ", "owl's "]
     context = "".join(rng.choices(pieces, k=rng.randrange(1, 60)))

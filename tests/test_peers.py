@@ -17,7 +17,7 @@ from lib import bpe, glue, squad
 from lib.sources import Part
 from model import EncoderConfig, Positions
 from objectives import begins_word
-from test_all import close, tiny
+from test_all import close, encoding_of, tiny
 from tests.conftest import log_of
 
 
@@ -109,7 +109,7 @@ def test_squad_windows(corpus, seed):
     """As in BERT's run_squad.py, windows cover the context in equal steps (here of a third); the
     label is the answer's tokens if all of them are in the window. Spans point into the original
     context."""
-    tokenizer = tiktoken.Encoding(**bpe.encoding_arguments(corpus.tokenizer))
+    tokenizer = encoding_of(corpus)
     rng, pieces = random.Random(seed), ["the ", "fox", " fox", "é", "漢", "😀", "\n", " ", "owl's "]
     context = "".join(rng.choices(pieces, k=rng.randrange(30)))
     a, b = sorted(rng.randrange(len(context) + 1) for _ in range(2))
