@@ -1083,6 +1083,18 @@ def plain_training(args, corpus, dtype, overflows=()):
     return dict(model.named_parameters()), rows, scale
 
 
+def let_overflow(monkeypatch, overflows):
+    """In training, make the loss of these micro-batches infinite, counted from 0."""
+    forward, count = Pretraining.forward, itertools.count()
+
+    def overflowing(self, batch):
+        loss, scalars = forward(self, batch)
+        infinite = self.training and next(count) in overflows
+        return loss * (math.inf if infinite else 1), scalars
+
+    monkeypatch.setattr(Pretraining, "forward", overflowing)
+
+
 PLAIN = {
     "float32": "--objective mlm+tc --pe t5 --loss_weights 1 .3 --grad_accum 2 --dropout .2 --lr .1",
     "bfloat16": "--objective nsp+mlm+pplm --pe rel --norm pre --weight_decay .3 --beta1 .8",
@@ -1091,22 +1103,15 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_training_equals_a_plain_loop(dtype, run, corpus, capsys, monkeypatch):
+def test_training_equals_a_plain_loop(dtype, run, corpus, monkeypatch):
     """A run has the weights and the log of a plain loop: batches in the order of a permutation per
     epoch; corruption and dropout by (seed, step, micro); gradients accumulated as means and clipped
     to a norm of 1; AdamW with decay on matrices only; logged means over the steps since the last
     line. With fp16, a step whose gradient is not finite is skipped, and halves the scale."""
     flags = f"--steps 7 --log_every 3 --eval_every 5 --seed 4 --dtype {dtype} {PLAIN[dtype]}"
     overflows = {3, 8} if dtype == "float16" else set()  # micro-batches: steps 2 and 5
-    forward, count = Pretraining.forward, itertools.count()
-
-    def overflowing(self, batch):
-        loss, scalars = forward(self, batch)
-        infinite = self.training and next(count) in overflows
-        return loss * (math.inf if infinite else 1), scalars
-
     with monkeypatch.context() as patch:
-        patch.setattr(Pretraining, "forward", overflowing)
+        let_overflow(patch, overflows)
         folder = run("run", flags)
     args = SimpleNamespace(**log_of(folder)[0]["args"])
     parameters, rows, scale = plain_training(args, corpus, dtype, overflows)

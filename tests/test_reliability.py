@@ -1,7 +1,6 @@
 """Training under bad conditions: kills, signals, full disks, damaged files, several processes,
 overflows, wrong input."""
 
-import itertools
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import torch
 
 import train
 from lib.files import lock
-from objectives import Pretraining
+from test_all import let_overflow
 from tests.conftest import ROOT, exit_code, log_of, one_line, refuses, train_flags, weights
 from tools.sample import load_pretraining
 
@@ -68,14 +67,7 @@ def test_a_gradient_that_is_not_finite(run, tmp_path, monkeypatch, capsys):
 def test_fp16_ends_by_its_scale(run, monkeypatch, capsys, n_skipped, log_every):
     """In fp16, a run ends if its scale falls below 1, from 65,536 after 17 skipped steps, however
     often it is logged."""
-    forward, count = Pretraining.forward, itertools.count()
-
-    def overflowing(self, batch):
-        loss, scalars = forward(self, batch)
-        skipped = self.training and 2 <= next(count) < 2 + n_skipped
-        return loss * (math.inf if skipped else 1), scalars
-
-    monkeypatch.setattr(Pretraining, "forward", overflowing)
+    let_overflow(monkeypatch, range(2, 2 + n_skipped))
     flags = f"--steps 40 --log_every {log_every} --dtype float16"
     code = exit_code(run, "run", flags)
     assert code == (None if n_skipped <= 16 else 1), capsys.readouterr()
