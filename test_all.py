@@ -54,6 +54,7 @@ from model import (
 from objectives import OBJECTIVES, ObjectiveConfig, Pretraining, seeded_generator
 from teach import naive
 from tests.conftest import (  # fixtures, too
+    TINY,
     WORDS,
     cache,  # noqa: F401
     corpus,  # noqa: F401
@@ -1251,9 +1252,8 @@ def test_tacos_flags(run, capsys):
 # ----- evaluation
 
 
-def small_model(flags, seed=0):
-    flags = f"--n_layer 1 --d_model 16 --n_head 2 --d_ff 32 --block_size 16 --seed {seed} {flags}"
-    return train.build_model(train.parse_args(flags.split()), 8192, None)
+def small_model(flags):
+    return train.build_model(train.parse_args([*TINY, *flags.split()]), 8192, None)
 
 
 def test_evaluation_is_the_same_for_every_scheme(corpus):
@@ -1262,7 +1262,7 @@ def test_evaluation_is_the_same_for_every_scheme(corpus):
     validation, inputs = data.validation_batches(corpus, 16), {}
     validation = (validation[0][:8], *validation, validation[0][:5])  # a smaller one counts less
     for pe, seed in (("abs", 0), ("t5", 1)):
-        model = small_model(f"--objective nsp+mlm+pplm+tc --dropout .5 --pe {pe}", seed).train()
+        model = small_model(f"--objective nsp+mlm+pplm+tc --dropout .5 --pe {pe} --seed {seed}")
         batches = inputs[pe] = []
         hook = model.register_forward_hook(lambda _, args, out: batches.append(args[0]))
         row = train.evaluate(model, validation, autocast(CPU, torch.float32), CPU)
@@ -1280,7 +1280,7 @@ def test_evaluation_is_the_same_for_every_scheme(corpus):
 def test_sample(corpus, monkeypatch):
     """A sample shows [predicted|true] for each masked token."""
     tokens = data.validation_batches(corpus, 16)[0][:1]
-    model = small_model("--mask_rate .3").train()
+    model = small_model("--mask_rate .3")
     model.encoder.tokenizer = encoding_of(corpus)
     truth = 9.0 * F.one_hot(tokens, 8192)
     monkeypatch.setattr(model.objectives["mlm"], "token_logits", lambda *args: truth)
