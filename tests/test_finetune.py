@@ -10,7 +10,6 @@ import re
 import shlex
 import statistics
 import string
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -267,23 +266,20 @@ def home(corpus_file, cache, tmp_path_factory):
         yield home
 
 
-def call(main, out, flags):
+def call(main, out, *flags):
     """-> the rows of results.jsonl that this call of a program writes."""
-    flags = f"--out_dir {out} --data_dir glue {flags}"
-    file = Path(out) / "results.jsonl"
+    file = out / "results.jsonl"
     before = len(read_jsonl(file))
-    main(shlex.split(flags))
+    main(shlex.split(" ".join([f"--out_dir {out} --data_dir glue", *flags])))
     return read_jsonl(file)[before:]
 
 
 def run_finetune(out, task, *flags):
-    flags = " ".join(map(str, flags))
-    return call(finetune.main, out, f"--device cpu --dtype float32 --task {task} {flags}")
+    return call(finetune.main, out, "--device cpu --dtype float32 --task", task, *flags)
 
 
 def run_predict(out, *flags):
-    flags = " ".join(map(str, flags))
-    return call(predict.main, out, f"--device cpu --dtype float32 --ckpt {out} {flags}")
+    return call(predict.main, out, f"--device cpu --dtype float32 --ckpt {out}", *flags)
 
 
 LEARN, QUICK = "--lr 0.01 --epochs 8", "--lr 0.01 --epochs 1 --limit_train 40"
