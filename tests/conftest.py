@@ -1,8 +1,4 @@
-"""Shared helpers and fixtures. test_all.py imports the fixtures, tests in this folder need not.
-
-Programs are imported inside the functions, so that the tests of one file run while another one is
-broken.
-"""
+"""Shared helpers and fixtures. test_all.py imports the fixtures, tests in this folder need not."""
 
 import json
 import os
@@ -12,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import data
+import train
 
 torch.set_num_threads(1)  # the models are tiny
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
@@ -50,8 +49,6 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="session")
 def corpus(corpus_file, cache):
     """The prepared Corpus of corpus_file."""
-    import data
-
     return data.prepare(corpus_file, "bpe", cache)
 
 
@@ -63,8 +60,6 @@ def train_flags(corpus_file, cache, out, *flags):
 
 def run_train(corpus_file, cache, out, *flags):
     """Train a tiny model in this process; the run folder is `out`."""
-    import train
-
     train.main(train_flags(corpus_file, cache, out, *flags))
 
 
