@@ -46,8 +46,8 @@ def test_time_and_memory(monkeypatch):
 
 @pytest.mark.parametrize("pe", "sin rsin rope alibi t5".split())
 def test_positions_are_exact_in_16_bits(pe):
-    """A model cast to 16 bits, or made while they are the default, keeps its frequencies, slopes
-    and buckets: up to position 512 every positional term is right to 16 bits."""
+    """A model cast to 16 bits keeps its frequencies, slopes and buckets: up to position 512 every
+    positional term is right to 16 bits."""
     shape, pos, results = dict(n_layer=1, d_model=96, n_head=6, max_len=512), torch.arange(512), []
     exact, rounded = tiny(pe, **shape).float(), tiny(pe, **shape).float().bfloat16()
     q, k = torch.randn(2, 1, 6, 512, 16, dtype=torch.bfloat16)
