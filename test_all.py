@@ -1043,9 +1043,10 @@ def plain_training(args, corpus, dtype, overflows=()):
     order, rows, sums, since, scale = [], [], Counter(), 0, 65536.0 if dtype == "float16" else 1.0
     for epoch in range(9):
         order += np.random.default_rng((args.seed, epoch)).permutation(n).tolist()
-    parameters = list(model.parameters())
-    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
-    n_updates = 0
+    parameters, groups = list(model.parameters()), []
+    for p in parameters:
+        groups.append({"params": [p], "weight_decay": args.weight_decay if p.dim() >= 2 else 0})
+    adam = torch.optim.AdamW(groups, betas=(args.beta1, args.beta2), eps=args.eps)
     for step in range(1, args.steps + 1):
         rise, fall = step / args.warmup, (args.steps - step + 1) / (args.steps - args.warmup)
         lr = args.lr * min(rise, fall, 1)
@@ -1063,20 +1064,15 @@ def plain_training(args, corpus, dtype, overflows=()):
             sums.update({"loss": loss.item() / args.grad_accum})
             sums.update({name: x.item() / args.grad_accum for name, x in scalars.items()})
             micro_batches += 1
-        gradients = [p.grad / scale for p in parameters]
-        norm = torch.stack([g.norm() for g in gradients]).norm()
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm() / scale
+        for group, p in zip(adam.param_groups, parameters):
+            p.grad *= min(1.0, (1 / (norm + 1e-6)).item()) / scale  # to a global norm of 1
+            group["lr"] = lr
         if norm.isfinite():
-            n_updates += 1
-            for p, g, m, v in zip(parameters, gradients, first, second):
-                g = g * min(1.0, (1 / (norm + 1e-6)).item())  # to a global norm of 1
-                m.lerp_(g, 1 - args.beta1)
-                v.lerp_(g * g, 1 - args.beta2)
-                m_hat, v_hat = m / (1 - args.beta1**n_updates), v / (1 - args.beta2**n_updates)
-                decay = args.weight_decay if p.dim() >= 2 else 0
-                p.data.mul_(1 - lr * decay).sub_(lr * m_hat / (v_hat.sqrt() + args.eps))
+            adam.step()
         else:
             scale /= 2
-        model.zero_grad()
+        adam.zero_grad()
         if step % args.log_every == 0 or step % args.eval_every == 0 or step == args.steps:
             rows.append({key: x / (step - since) for key, x in sums.items()})
             rows[-1] |= {"step": step, "lr": lr}
