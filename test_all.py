@@ -1024,13 +1024,6 @@ def test_presets_and_names(preset):
         assert train.parse_args(["--dataset", dataset]).out_dir == f"out/{name}-demo-abs-mlm-s1337"
 
 
-def test_learning_rate():
-    """The learning rate rises linearly to its peak and falls linearly to 0 after the last step."""
-    args = train.parse_args("--steps 10 --warmup 4 --lr 0.12".split())
-    rates = [train.get_lr(step, args) for step in range(11)]
-    assert rates == pytest.approx([0.03, 0.06, 0.09, 0.12, 0.12, 0.1, 0.08, 0.06, 0.04, 0.02, 0])
-
-
 def plain_training(args, corpus, dtype, overflows=()):
     """What the documentation says that train.py does, one step after the other -> parameters, the
     log's rows of training, the scale. overflows: micro-batches whose loss is infinite."""
@@ -1103,8 +1096,9 @@ PLAIN = {
 def test_training_equals_a_plain_loop(dtype, run, corpus, monkeypatch):
     """A run has the weights and the log of a plain loop: batches in the order of a permutation per
     epoch; corruption and dropout by (seed, step, micro); gradients accumulated as means and clipped
-    to a norm of 1; AdamW with decay on matrices only; logged means over the steps since the last
-    line. With fp16, a step whose gradient is not finite is skipped, and halves the scale."""
+    to a norm of 1; AdamW with decay on matrices only; a learning rate that rises linearly and falls
+    linearly to 0 after the last step; logged means over the steps since the last line. With fp16, a
+    step whose gradient is not finite is skipped, and halves the scale."""
     flags = f"--steps 7 --log_every 3 --eval_every 5 --seed 4 --dtype {dtype} {PLAIN[dtype]}"
     overflows = {3, 8} if dtype == "float16" else set()  # micro-batches: steps 2 and 5
     with monkeypatch.context() as patch:
