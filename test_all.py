@@ -29,6 +29,7 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
+from scipy import stats
 
 import data
 import finetune
@@ -615,7 +616,6 @@ def test_pplm_permutes_the_selected_positions():
     assert torch.equal(batch["tokens"], tokens) and (pos.sort(1).values == true).all()
     n_moved = (pos != true).sum(1)
     assert n_moved.max() == 6 and 4.5 < n_moved.double().mean() < 5.5  # of 6, one stays by chance
-    stats = pytest.importorskip("scipy.stats")
     batch = pretraining("pplm", L=6, pos_rate=0.99).corrupt(sequences(6002, 6)[2:], 0)
     orders = Counter(map(tuple, batch["pos"][:, 1:-1].tolist()))
     assert len(orders) == 24 and stats.chisquare(list(orders.values())).pvalue > 1e-3
@@ -694,7 +694,6 @@ def test_tc_positives_and_negatives():
     """The positive of a token is drawn uniformly from those at most (W-1)/2 away (W = 5), or if
     there is none, from its whole sequence; the K negatives from the other sequences of the batch,
     uniformly (TACO). tc_candidates holds indices into the flattened batch, the positive first."""
-    stats = pytest.importorskip("scipy.stats")
     model, tokens = pretraining("tc", tc_negatives=20), sequences()
     tokens[2, 1:-1] = tokens[3, 2:-1] = SEP  # the only token of sequence 3 has no positive
     tokens[2, [2, 9]] = 5  # none is near: each is the other's positive

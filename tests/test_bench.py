@@ -12,7 +12,6 @@ from tools import bench
 def test_speed_is_relative_to_the_reference(tmp_path, monkeypatch):
     """Schemes are compared with abs, objectives with mlm, and ours with the peer of its kind; speed
     is the reference's time over a row's time."""
-    pytest.importorskip("transformers")
 
     def make_step(v, args):  # instead of training, steps take fixed times
         return lambda: 2 if v.peer else 4 if v.pe == "rel" or v.objective == "pplm" else 1
@@ -36,7 +35,6 @@ def test_speed_is_relative_to_the_reference(tmp_path, monkeypatch):
 def test_the_peers_step_and_masking(monkeypatch):
     """A step updates every matrix of the peer, which has our size except for one more position and
     one token type; 15% of the tokens are scored: 80% [MASK], 10% random, 10% unchanged."""
-    pytest.importorskip("transformers")
     flags = bench.parse_args("--batch_size 2 --block_size 16".split())
     flags.device, flags.dtype = torch.device("cpu"), torch.float32
     v = bench.Variant("abs", "mlm", False)

@@ -313,7 +313,6 @@ def test_a_compiled_model_learns(home, tmp_path):
 
 def test_bag_of_words(home, tmp_path):
     """One word decides, and it is in the bag."""
-    pytest.importorskip("sklearn")
     rows = call(bow.main, tmp_path, "--task mnli")
     assert [row["task"] for row in rows] == ["mnli", "mnli-mm"]
     assert all(row["metrics"]["accuracy"] > 0.9 and row["ckpt"] == "bow" for row in rows)

@@ -11,6 +11,12 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from scipy import stats
+from sklearn import metrics
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from transformers import DebertaConfig
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.deberta.modeling_deberta import DisentangledSelfAttention
 
 import finetune
 from lib import bpe, glue, squad
@@ -23,9 +29,8 @@ from tests.conftest import log_of
 
 def test_alibi_slopes_equal_transformers():
     """alibi's slopes are the published ones (BLOOM's), for any number of heads."""
-    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     for n_head in (1, 6, 8, 12):
-        theirs = bloom.build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)[:, 0, 1]
+        theirs = build_alibi_tensor(torch.ones(1, 2), n_head, torch.float32)[:, 0, 1]
         ours = tiny("alibi", n_head=n_head, d_model=2 * n_head).scheme.parts["Alibi"]
         close(-ours.bias(Positions(torch.arange(2)))[0, :, 0, 1], theirs, 1e-6)
 
@@ -33,12 +38,11 @@ def test_alibi_slopes_equal_transformers():
 def test_deberta_equals_transformers():
     """deberta's logits are DeBERTa's, term by term. Their offsets are query minus key and end at
     63; in k_j . a_-r W_Q their code uses a_r, so for that term they get the table in reverse."""
-    deberta = pytest.importorskip("transformers.models.deberta.modeling_deberta")
     encoder, L = tiny("deberta"), 9
     part, scale = encoder.scheme.parts["Deberta"], encoder.scheme.scale
-    config = deberta.DebertaConfig(hidden_size=16, num_attention_heads=2, relative_attention=True)
+    config = DebertaConfig(hidden_size=16, num_attention_heads=2, relative_attention=True)
     config.max_relative_positions, config.pos_att_type = 64, ["c2p", "p2c"]
-    theirs = deberta.DisentangledSelfAttention(config).double().eval()
+    theirs = DisentangledSelfAttention(config).double().eval()
     theirs.pos_proj.weight.data, theirs.pos_q_proj.weight.data = part.layers[1].weight.chunk(2)
     theirs.pos_q_proj.bias.data.zero_()
     q, k = torch.randn(2, 2, 2, L, 8, dtype=torch.double)
@@ -52,12 +56,11 @@ def test_deberta_equals_transformers():
 
 def test_word_starts_are_berts():
     """A token begins a word where BERT's pre-tokenizer begins one; punctuation is its own word."""
-    tokenizers = pytest.importorskip("tokenizers")
     text = "The fox (seven, old)\nIt's a well-known 3.14: “naïve” _x_ jumps... ça va? Ωμέγα—лиса"
     state = bpe.bpe_state([Part(lambda: [text.replace(" ", "")[::-1], text], 1)])
     encoding = tiktoken.Encoding(**bpe.encoding_arguments(state))
     in_word = bpe.word_characters(encoding, encoding.n_vocab)
-    words = tokenizers.pre_tokenizers.BertPreTokenizer().pre_tokenize_str(text)
+    words = BertPreTokenizer().pre_tokenize_str(text)
     starts = {len(text[:i].encode()) for _, (i, _) in words}
     parts = re.findall(r"\w{1,3}| ?\W", text)  # so that words have several tokens
     tokens, position = sum(map(encoding.encode_ordinary, parts), []), 0
@@ -74,7 +77,6 @@ def test_word_starts_are_berts():
 
 def test_metrics_equal_scikit_learn_and_scipy():
     """The metrics are those of the libraries, also for one class, constant scores and ties."""
-    metrics, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
     ours, rng = finetune.TASKS, np.random.default_rng(0)
     binary = [rng.integers(0, 2, 20) for _ in range(30)] + [np.zeros(20, int), np.ones(20, int)]
     for y, p in zip(binary + binary[-2:] * 2, binary[::-1] + binary[:4]):

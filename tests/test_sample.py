@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
 
 import finetune
 from lib.files import read_checkpoint
@@ -117,7 +118,6 @@ def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
 def test_detection_of_moved_tokens_equals_a_loop(name):
     """A token's confidence is the mean probability, over its pairs in both directions, that the
     assigned offset is the true one; the AUC is scikit-learn's."""
-    metrics = pytest.importorskip("sklearn.metrics")
     model, tokens, batch = corrupted(name)
     model.eval().requires_grad_(False)
     encoder, objective, pos = model.encoder, model.objectives[name], batch["pos"]
@@ -135,7 +135,7 @@ def test_detection_of_moved_tokens_equals_a_loop(name):
             expected.append(np.mean(of_pairs))
         assert confidence.tolist() == pytest.approx(expected, abs=1e-6)
         assert stayed.tolist() == [int(pos[b, i]) == i for i in index]
-        assert auc == pytest.approx(metrics.roc_auc_score(stayed, confidence))
+        assert auc == pytest.approx(roc_auc_score(stayed, confidence))
     assert b == len(tokens) - 1
 
 
