@@ -5,7 +5,9 @@ import os
 import re
 import shlex
 
+import matplotlib
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import finetune
 import train
@@ -74,8 +76,6 @@ def test_ranking():
 
 def overlapping_texts(axes):
     """-> pairs of labels of a figure that overlap, and labels that it cuts off."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     canvas, found = FigureCanvasAgg(axes.figure), []
     canvas.draw()
     texts = axes.figure.texts + [text for panel in axes.figure.axes for text in panel.texts]
@@ -93,7 +93,6 @@ def overlapping_texts(axes):
 @pytest.mark.slow
 def test_figures():
     """Every figure is drawn, and no labels overlap. The rankings' titles follow from the rows."""
-    matplotlib = pytest.importorskip("matplotlib")
     rows, found = run.all_rows(), {}
     files = {file.name for file in (run.HERE.parent / "docs" / "figures").iterdir()}
     assert {*show.FIGURES, "terms.png", "maps.png", "maps-long.png"} == files
