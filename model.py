@@ -10,8 +10,8 @@
 Notation: B batch size, L sequence length, C embedding dimension (d_model), H heads, D = C/H. Token
 i (the query) attends to token j (the key) with the weight A_ij; x_i is the embedding of token i,
 pos_i the position assigned to it, p_i a vector for that position, r = pos_j - pos_i the offset (key
-minus query), and a_r a vector for that offset. R is the number of rows in a table of offsets; U, W
-and F are projections. A first dimension of "1 or B" is 1 if all sequences of a batch have the same
+minus query), and a_r a vector for that offset. R is the number of rows in a table of offsets; U and
+F are projections. A first dimension of "1 or B" is 1 if all sequences of a batch have the same
 positions. RPP is Bruel-Gabrielsson & Scarvelis (2022), TUPE Ke et al. (2021), Wang 2021 "On
 Position Embeddings in BERT". (deviation) marks a difference from the cited paper.
 
@@ -53,14 +53,14 @@ bert_r_untie_cls    TUPE sec 3.2    embed bias     abs + reset(t5)
 tupe_a_free         TUPE sec 5      bias           reset(a free table M_h[i, j]), a failed attempt
 tupe_r_factored     TUPE sec 5      bias           tupe_r with b_r = (a_r F_Q) . (a_r F_K), another
                                                    failed attempt
-deberta             He 2021         scores         (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q)
-                                                   / sqrt(3D), W_K and W_Q per layer
+deberta             He 2021         scores         (q_i . k_j + q_i . a_r U_K + k_j . a_-r U_Q)
+                                                   / sqrt(3D), U_K and U_Q per layer
 rope                Su 2021         edit_qk        q and k rotated by their position
 alibi               Press 2021      bias           -slope_h |r|
 
 Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
 legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` can be
-part of no other sum, because its scale or its reset of [CLS] is defined for its own terms.
+part of no other sum: its scale or its reset of [CLS] is defined for its own terms.
 """
 
 import copy
@@ -89,7 +89,7 @@ class EncoderConfig:
     n_head: int = 4  # H
     d_model: int = 128  # C
     d_ff: int = 512  # hidden dimension of the feed-forward layer
-    max_len: int = 64  # rows of the position tables
+    max_len: int = 64  # positions in the tables
     dropout: float = 0.1  # of embeddings and of the output of every sublayer
     attn_dropout: float = 0.1  # of attention probabilities
     norm: str = "post"  # LayerNorm after each residual connection (BERT); pre: before each sublayer
@@ -237,7 +237,7 @@ class Absolute(Component):
 
 def frequencies(width, like):
     """w_k = 10000^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5), on the device of
-    `like`. Never in 16 bits, in which angles near position 500 can be off by 1.6 radians."""
+    `like`. Not in 16 bits: angles near position 500 can be off by 1.6 radians (bfloat16)."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return 10000.0 ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
 
@@ -337,8 +337,8 @@ class T5Bias(Component):
 
 
 class Rotary(Component):
-    """q and k rotated by their position, pairs interleaved, base 10000 (Su 2021). q_i . k_j then
-    depends on the positions only through the offset r."""
+    """q and k rotated by their position, in pairs of neighboring dimensions, base 10000 (Su 2021).
+    q_i . k_j then depends on the positions only through the offset r."""
 
     masked_ok = False  # no rotation represents a masked position
     needs_even = "d_head"
@@ -759,7 +759,7 @@ class RelativeKeys(Component):
 
 
 class RelativeSinusoidal(Component):
-    """rel with sinusoids of the signed offset r (NEZHA's code uses the row r + 64: deviation)."""
+    """rel with sinusoids of the signed offset r (deviation: NEZHA's code takes those of r + 64)."""
 
     needs_even = "d_head"
     learned = False
@@ -789,7 +789,7 @@ class LearnedRelativeSinusoidal(RelativeSinusoidal):
 class Deberta(Component):
     """Content-to-position and position-to-content terms (He 2021), projected in each layer:
 
-    s_ij = (q_i . k_j + q_i . a_r W_K + k_j . a_-r W_Q) / sqrt(3D)
+    s_ij = (q_i . k_j + q_i . a_r U_K + k_j . a_-r U_Q) / sqrt(3D)
 
     We follow the paper's equation; its code uses a_r in both terms.
     """
@@ -801,7 +801,7 @@ class Deberta(Component):
         super().__init__(cfg)
         self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
         C = cfg.d_model
-        self.layers = nn.ModuleList(  # W_K and W_Q of each layer
+        self.layers = nn.ModuleList(  # U_K and U_Q of each layer
             nn.Linear(C, 2 * C, bias=False) for _ in range(cfg.n_layer)
         )
 

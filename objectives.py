@@ -304,9 +304,9 @@ class PPLM(Objective):
         of the valid slots in random order."""
         # Sorting random numbers gives a permutation. Slots that are not valid (they come last) draw
         # 2, 3, ..., so they are sorted last and in order, and keep their positions.
-        order = torch.rand(slots.shape, generator=generator, device=slots.device)
+        draw = torch.rand(slots.shape, generator=generator, device=slots.device)
         last = 2.0 + torch.arange(slots.size(1), device=slots.device)
-        return slots.gather(1, torch.where(valid, order, last).argsort(1))
+        return slots.gather(1, torch.where(valid, draw, last).argsort(1))
 
     def loss(self, encoder, hidden, batch):
         pos = batch["pos"][:, 1:-1]  # (B, n): of the inner tokens

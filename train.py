@@ -230,7 +230,7 @@ def get_lr(step, args):
     """Linear warm-up, then linear decay, which reaches 0 after the last step."""
     warmup = (step + 1) / max(1, args.warmup)
     decay = (args.steps - step) / max(1, args.steps - args.warmup)
-    return args.lr * min(warmup, decay, 1.0)
+    return args.lr * min(warmup, decay)
 
 
 def train(args, argv):

@@ -1,7 +1,7 @@
-"""Exercises: rewrite one method of this project, and check that it does what the paper says.
+"""Exercises: rewrite a part of this project, and check that it does what the paper says.
 
     python -m teach.exercises                          # list the exercises
-    python -m teach.exercises tupe                     # copy the project, without that method
+    python -m teach.exercises tupe                     # copy the project, without that part
     python -m teach.exercises --hint tupe              # a second hint; the first is in the copy
     python -m teach.exercises --grade exercises/tupe   # run the tests; exit code 0 if all pass
 

@@ -37,7 +37,7 @@ def test_alibi_slopes_equal_transformers():
 
 def test_deberta_equals_transformers():
     """deberta's logits are DeBERTa's, term by term. Their offsets are query minus key and end at
-    63; in k_j . a_-r W_Q their code uses a_r, so for that term they get the table in reverse."""
+    63; in k_j . a_-r U_Q their code uses a_r, so for that term they get the table in reverse."""
     encoder, L = tiny("deberta"), 9
     part, scale = encoder.scheme.parts["Deberta"], encoder.scheme.scale
     config = DebertaConfig(hidden_size=16, num_attention_heads=2, relative_attention=True)
