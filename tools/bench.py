@@ -86,17 +86,12 @@ def build(v, args):
     if "mlm_full" in v.objective:
         model.objectives["mlm"] = FullMLM(model.encoder, model.objectives["mlm"].cfg)
     cfg = model.encoder.config
-    return build_peer(cfg) if v.peer else model, cfg, run
+    if v.peer:
+        from tools.hf import their_sizes, transformers  # not at the top: takes seconds and memory
 
-
-def build_peer(cfg):
-    """EncoderConfig -> RobertaForMaskedLM of the same size."""
-    from tools.hf import their_sizes, transformers  # not at the top: takes seconds and memory
-
-    config = transformers.RobertaConfig(
-        **their_sizes(cfg), type_vocab_size=1, attn_implementation="sdpa"
-    )
-    return transformers.RobertaForMaskedLM(config)
+        sizes = their_sizes(cfg) | {"type_vocab_size": 1, "attn_implementation": "sdpa"}
+        model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes))
+    return model, cfg, run
 
 
 def mask_like_peer(tokens, cfg, rate):
