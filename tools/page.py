@@ -138,9 +138,9 @@ def tables_of(encoder):
     (n, C) of bert_ad, without those that it does not have."""
     pos = Positions(torch.arange(min(encoder.config.max_len, MAX_TOKENS)))
     tables = {"embed": encoder.scheme.embed(pos), "bias": encoder.scheme.bias(pos)}
-    if bert_ad := encoder.scheme.parts["BertAD"] if "BertAD" in encoder.scheme.parts else None:
-        q, k = (x.transpose(1, 2).flatten(2) for x in bert_ad.positions(pos))  # (1, n, C) each
-        tables.update(q=q, k=k)
+    if "BertAD" in encoder.scheme.parts:
+        heads = encoder.scheme.parts["BertAD"].positions(pos)  # (1, H, n, D) each
+        tables["q"], tables["k"] = (x.transpose(1, 2).flatten(2) for x in heads)  # (1, n, C)
     return {name: table[0] for name, table in tables.items() if table is not None}
 
 
