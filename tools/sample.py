@@ -70,9 +70,7 @@ def load_pretraining(path) -> Pretraining:
 
 def position_objective(model):
     """-> the model's position objective, or None."""
-    for objective in model.objectives.values():
-        if objective.kind == "position":
-            return objective
+    return next((x for x in model.objectives.values() if x.kind == "position"), None)
 
 
 def encode(encoder, *texts):
