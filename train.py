@@ -103,8 +103,8 @@ FREE_FLAGS = set(
 def parse_args(argv=None):
     """Flags override the preset, which overrides the defaults -> a namespace with every value set.
     Raises UserError."""
-    epilog = f"--pe: {', '.join(PE_NAMES)}\n--objective: {', '.join(OBJECTIVES)}"
-    parser = Parser("train.py", __doc__, epilog)
+    parser = Parser("train.py", __doc__)
+    parser.epilog = f"--pe: {', '.join(PE_NAMES)}\n--objective: {', '.join(OBJECTIVES)}"
     count, positive = between(int, "[1, 1e9]"), between(float, "(0, 1e9)")
     rate, below_1 = between(float, "(0, 1)"), between(float, "[0, 1)")
     path = os.path.expanduser

@@ -82,11 +82,10 @@ def leave(code, message=""):
 class Parser(argparse.ArgumentParser):
     """An argument parser that reports a mistake in one line, and shows defaults in its help."""
 
-    def __init__(self, command, doc, epilog=None):
+    def __init__(self, command, doc):
         super().__init__(
             usage=f"python {command} [flags]",
             description=doc,
-            epilog=epilog,
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
