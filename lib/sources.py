@@ -196,13 +196,12 @@ def text_rows(lines):
     TEXT_CHUNK."""
     document = ""
     for line in iter(partial(lines.readline, TEXT_CHUNK), ""):
-        if len(document) >= TEXT_CHUNK or not line.strip():
-            if document.strip():
-                yield document
+        if document and (len(document) >= TEXT_CHUNK or not line.strip()):
+            yield document
             document = ""
         if document or line.strip():  # without the empty line before it
             document += line
-    if document.strip():
+    if document:
         yield document
 
 
