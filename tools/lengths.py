@@ -22,7 +22,7 @@ BATCH_TOKENS = 8192  # tokens per batch
 TEXT_TOKENS = 65_536  # tokens of the validation text that are used
 
 
-def parse_lengths(text):
+def list_of_lengths(text):
     """'64,128' -> [64, 128]."""
     return sorted(set(map(between(int, "[4, 1e5]"), text.split(","))))
 
@@ -71,7 +71,7 @@ def main(argv=None):
     with one_line_errors():
         parser = Parser("-m tools.lengths", __doc__)
         tokens = "tokens per sequence, such as 64,128,256"
-        parser.add_argument("--lengths", required=True, type=parse_lengths, help=tokens)
+        parser.add_argument("--lengths", required=True, type=list_of_lengths, help=tokens)
         add_run_flags(parser, "lengths")
         args = parser.parse_args(argv)
         keep_memory()
