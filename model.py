@@ -59,8 +59,8 @@ rope                Su 2021         edit_qk        q and k rotated by their posi
 alibi               Press 2021      bias           -slope_h |r|
 
 Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
-legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` can be
-part of no other sum: its scale or its reset of [CLS] is defined for its own terms.
+legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` cannot be
+joined with "+": its scale or its reset of [CLS] is defined for its own terms.
 """
 
 import copy
@@ -320,18 +320,22 @@ def bias_from_table(table, index):
 
 class T5Bias(Component):
     """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). Rows 0 to 15 are
-    for r <= 0, and 17 to 31 for r > 0: one for each distance up to 7, then two per doubling of it,
-    the last from 91 on."""
+    for r <= 0, and 17 to 31 for r > 0: one for each distance up to 7, then eight for the four
+    doublings up to 128, two each. The last one, from 91 on, also has everything beyond."""
+
+    max_distance = 128
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.table = nn.Embedding(32 + 1, cfg.n_head)  # the last row: masked pairs
-        far = [min(15, 8 + int(2 * math.log2(d / 8))) for d in range(8, 129)]
+        doublings = math.log2(self.max_distance / 8)
+        far = [8 + int(8 * math.log2(d / 8) / doublings) for d in range(8, self.max_distance)]
         self.bucket = nn.Buffer(torch.tensor([*range(8), *far]), persistent=False)
 
     def bias(self, pos):
         r = pos.offsets
-        bucket = self.bucket[r.abs().clamp(max=128)] + 16 * (r > 0)  # (1 or B, L, L)
+        distance = r.abs().clamp(max=self.max_distance - 1)  # (1 or B, L, L)
+        bucket = self.bucket[distance] + 16 * (r > 0)
         bucket = torch.where(pos.masked_pairs, 32, bucket)
         return bias_from_table(self.table.weight, bucket)
 
@@ -511,46 +515,6 @@ def sum_hooks(hooks, shape, *args):
         check_result(hook, term, shape)
         result = term if result is None else result + term
     return result
-
-
-def check_result(hook, x, shape):
-    """Raise an error that names the hook, with file and line, unless x is a tensor (1 or B, *shape)
-    and, with --detect_anomaly, finite."""
-    if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
-        found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
-        expected = f"(1 or B, {', '.join(map(str, shape))})"
-        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
-    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
-        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
-
-
-def check_pair(hook, pair, shape):
-    """-> q, k, which edit_qk returned, or an error as in check_result."""
-    if not isinstance(pair, tuple):
-        raise TypeError(f"{located(hook)} returned {type(pair).__name__} instead of q, k")
-    for x in pair:
-        check_result(hook, x, shape)
-    return pair
-
-
-def check_component(part):
-    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
-    where = located(type(part).__init__)
-    if "scale" not in vars(part):
-        raise TypeError(f"{where} does not call super().__init__(cfg)")
-    for name, value in vars(part).items():
-        for x in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
-                raise TypeError(
-                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
-                    "or nn.ParameterList"
-                )
-
-
-def located(method):
-    """The name of a method with its file and line."""
-    code = method.__code__
-    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -955,3 +919,47 @@ def parse_pe(pe: str) -> list:
     if len({component.scale_terms for component in components}) > 1:
         raise ValueError(f"--pe {pe}: its parts divide q . k by different scales")
     return components
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistakes in a new component: errors with its file and line
+
+
+def check_result(hook, x, shape):
+    """Raise an error that names the hook, with file and line, unless x is a tensor (1 or B, *shape)
+    and, with --detect_anomaly, finite."""
+    if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
+        found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
+        expected = f"(1 or B, {', '.join(map(str, shape))})"
+        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
+    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
+        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
+
+
+def check_pair(hook, pair, shape):
+    """-> q, k, which edit_qk returned, or an error as in check_result."""
+    if not isinstance(pair, tuple):
+        raise TypeError(f"{located(hook)} returned {type(pair).__name__} instead of q, k")
+    for x in pair:
+        check_result(hook, x, shape)
+    return pair
+
+
+def check_component(part):
+    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
+    where = located(type(part).__init__)
+    if "scale" not in vars(part):
+        raise TypeError(f"{where} does not call super().__init__(cfg)")
+    for name, value in vars(part).items():
+        for x in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
+                raise TypeError(
+                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
+                    "or nn.ParameterList"
+                )
+
+
+def located(method):
+    """The name of a method with its file and line."""
+    code = method.__code__
+    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"

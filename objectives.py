@@ -230,9 +230,8 @@ class PairHead(nn.Module):
 
     RPP takes the logits of the last block (pair_layer `last`). The values, output and FFN of that
     block then get no gradient from position prediction. By default (`extra`, deviation), s_ij are
-    the logits of one more attention layer on the final hidden states, with its own W_q and W_k. If
-    nothing else is trained, `last` with N layers equals `extra` with N - 1, except for the
-    initialization, since RPP uses only the logits of its last block.
+    the logits of one more attention layer on the final hidden states, with its own W_q and W_k. For
+    pplm alone, `last` with N layers equals `extra` with N - 1, except for the initialization.
 
     With pair_scores `total` the logits include the scheme's positional terms and scale, as in every
     layer of the model; with `content` they are q_i . k_j / sqrt(D) alone (RPP's formula has no

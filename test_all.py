@@ -230,6 +230,11 @@ def test_t5_buckets():
     some = [0, -1, 1, -7, -8, -16, -32, -64, -128, 128]
     assert [buckets[1000 + r] for r in some] == [0, 1, 17, 7, 8, 10, 12, 14, 15, 31]
 
+    class Far(T5Bias):
+        max_distance = 512
+
+    assert Far(EncoderConfig()).bucket.tolist().index(15) == math.ceil(8 * 64 ** (7 / 8))
+
 
 # ----- invariants
 
