@@ -243,8 +243,8 @@ def train(args, argv):
     starts = [] if run.checkpoint else filter(None, (args.init_from, args.init_embeddings))
     sources = {path: read_checkpoint(path) for path in starts}  # of a new run only
     if world > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(days=2))
+        backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, timeout=timedelta(days=2), device_id=gpu)
 
     # ---- data: rank 0 prepares it while the others wait
     if rank > 0:
@@ -276,8 +276,7 @@ def train(args, argv):
         sources.clear()  # frees their memory
     net = model  # the same weights, compiled or in DDP
     if world > 1:
-        device_ids = [device.index] if device.type == "cuda" else None
-        net = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
+        net = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compiling = args.compile or args.compile is None and device.type == "cuda"
     if compiling and not args.detect_anomaly and can_compile(device):
         lines.append("compiling: the first step may take a minute")
@@ -316,7 +315,8 @@ def train(args, argv):
 
             # Data, corruption and dropout depend on (seed, step, micro) alone, so resuming needs no
             # RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
-            # (In fp16 only up to rounding: grad_accum divides the loss before scaling, DDP after.)
+            # (In fp16 only up to rounding: grad_accum divides the loss before scaling, DDP after.
+            # And torch.compile draws other dropout masks in DDP, which splits the model.)
             for accum in range(args.grad_accum):
                 micro = accum * world + rank
                 index = step * n_micro + micro
