@@ -8,8 +8,8 @@ tokens is restored, as in a page of tools.page (which also keeps words of severa
 Even lines may decide a setting; odd lines decide nothing.
 """
 
-import functools
 import random
+from collections import Counter
 
 import torch
 
@@ -17,8 +17,8 @@ from lib.config import Parser, UserError, one_line_errors
 from tools import sample
 
 
-def restore_words(model, sentence, exchanges, margins, rng):
-    """-> "restored", "left" or "wrong" for each margin, or None if too few words are one token."""
+def restore_words(model, sentence, exchanges, margin, rng):
+    """-> "restored", "left" or "wrong", or None if too few words are one token."""
     encoder, objective = model.encoder, sample.position_objective(model)
     single, n = [], 0  # their positions, and the number of tokens
     for word in sentence.split():
@@ -32,19 +32,14 @@ def restore_words(model, sentence, exchanges, margins, rng):
     for i, j in zip(chosen[::2], chosen[1::2]):
         given[[i, j]] = given[[j, i]]
 
-    @functools.cache  # other margins ask for the same orders
     def predict(pos):
-        pos = torch.tensor([[0, *pos, n + 1]])
+        pos = torch.tensor([[0, *pos.tolist(), n + 1]])
         return sample.offsets_log_p(encoder, objective, tokens[None], pos)[0]
 
-    outcomes = []
-    for margin in margins:
-        pos = sample.best_order(lambda pos: predict(tuple(pos.tolist())), given, margin)
-        if torch.equal(tokens[1:-1][pos.argsort()], tokens[1:-1]):
-            outcomes.append("restored")
-        else:
-            outcomes.append("left" if torch.equal(pos, given) else "wrong")
-    return outcomes
+    pos = sample.best_order(predict, given, margin)
+    if torch.equal(tokens[1:-1][pos.argsort()], tokens[1:-1]):
+        return "restored"
+    return "left" if torch.equal(pos, given) else "wrong"
 
 
 def main(argv=None):
@@ -52,7 +47,7 @@ def main(argv=None):
     parser.add_argument("ckpt")
     parser.add_argument("--text", default="results/everyday.txt")
     parser.add_argument("--exchanges", type=int, default=1)
-    parser.add_argument("--margin", type=float, nargs="+", default=[sample.MARGIN])
+    parser.add_argument("--margin", type=float, default=sample.MARGIN)
     with one_line_errors(), torch.no_grad():
         args = parser.parse_args(argv)
         model = sample.load_pretraining(args.ckpt)
@@ -61,14 +56,14 @@ def main(argv=None):
         with open(args.text) as handle:
             sentences = [line.strip() for line in handle]
         for half in (0, 1):
-            rng, found = random.Random(half), []
+            rng, found = random.Random(half), Counter()
             for sentence in sentences[half::2]:
-                found.append(restore_words(model, sentence, args.exchanges, args.margin, rng))
-            found = [outcomes for outcomes in found if outcomes]
-            print(f"\n{('even', 'odd')[half]} lines, {len(found)} sentences")
-            for margin, outcomes in zip(args.margin, zip(*found)):
-                restored, left, wrong = map(outcomes.count, ("restored", "left", "wrong"))
-                print(f"margin {margin:g}: {restored} restored, {left} left, {wrong} wrong")
+                found[restore_words(model, sentence, args.exchanges, args.margin, rng)] += 1
+            del found[None]
+            print(
+                f"{('even', 'odd')[half]} lines, {found.total()} sentences: {found['restored']} "
+                f"restored, {found['left']} left, {found['wrong']} wrong"
+            )
 
 
 if __name__ == "__main__":
