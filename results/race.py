@@ -23,7 +23,7 @@ import train
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import autocast, keep_memory, pick_device, pick_dtype, processor_name
 from lib.files import read_json, write_json
-from tools.hf import their_sizes, transformers
+from tools.bench import PEERS, Peer
 
 FILE = Path(__file__).with_name("bench-race.json")
 WARMUP_ROUNDS, ROUNDS = 3, 15  # steps of each model to measure their times
@@ -31,42 +31,6 @@ POINTS = 20  # of a model's curve
 # The flags of train.py that may be given: those that a row records, and where to run.
 RECORDED = "preset seed lr batch_size block_size mask_rate".split()
 FLAGS = [*RECORDED, "dtype", "cache", "device"]
-# transformers' classes, as their users would set them. RoBERTa adds positions at the input, MPNet
-# also adds T5's bias, and DeBERTa-v3 uses relative positions.
-PEERS = {
-    "RobertaForMaskedLM": dict(type_vocab_size=1, attn_implementation="sdpa"),
-    "MPNetForMaskedLM": {},
-    "DebertaV2ForMaskedLM": dict(
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_biased_input=False,
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-    ),
-}
-
-
-class Peer(nn.Module):
-    """A model of transformers that is trained on our batches: our token ids at positions
-    0 to L - 1. No id counts as padding, so all embeddings are trained."""
-
-    def __init__(self, name, ours):
-        super().__init__()
-        cfg, self.corrupt = ours.encoder.config, ours.corrupt
-        model_class = getattr(transformers, name)
-        config = model_class.config_class(**their_sizes(cfg), **PEERS[name])
-        self.theirs = model_class(config)
-        self.theirs.config.pad_token_id = None
-        for module in self.theirs.modules():
-            if isinstance(module, nn.Embedding):  # the row of padding would stay 0
-                module.padding_idx = None
-                nn.init.normal_(module.weight, std=config.initializer_range)
-
-    def forward(self, batch):
-        """-> the mean loss of the masked tokens, as ours; nothing to log."""
-        labels = batch["original"].masked_fill(~batch["mlm_selected"], -100)
-        index = torch.arange(labels.size(1), device=labels.device)[None]
-        return self.theirs(batch["tokens"], position_ids=index, labels=labels).loss, {}
 
 
 def start(name, args, corpus, batches):

@@ -10,9 +10,9 @@ turns, one step each, so that a change in the speed of the device affects both; 
 speed is the median over these pairs of steps, with its interquartile range. The reference is abs
 with the first objective. Peak memory is that of a new process.
 
-The peer is RobertaForMaskedLM as its users train it: the masking of
-DataCollatorForLanguageModeling, logits at every position, SDPA, and no attention mask, since no
-sequence is padded. Sizes, dropout, autocast, fused AdamW and clipping are ours.
+The peer is RobertaForMaskedLM as its users train it: logits at every position, SDPA, and no
+attention mask, since no sequence is padded. Sizes, masks, dropout, autocast, fused AdamW and
+clipping are ours.
 
 The objective mlm_full is mlm with its head at every token, because RPP compares the cost of
 position prediction with that of a softmax over the vocabulary.
@@ -47,6 +47,19 @@ from objectives import MLM, OBJECTIVES
 
 WARMUP = 3  # steps that are not timed
 SIZES = ("batch_size", "block_size", "mask_rate")
+# transformers' classes, as their users would set them. RoBERTa adds positions at the input, MPNet
+# also adds T5's bias, and DeBERTa-v3 uses relative positions.
+PEERS = {
+    "RobertaForMaskedLM": dict(type_vocab_size=1, attn_implementation="sdpa"),
+    "MPNetForMaskedLM": {},
+    "DebertaV2ForMaskedLM": dict(
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+    ),
+}
 
 
 class Variant(NamedTuple):
@@ -73,6 +86,31 @@ class FullMLM(MLM):
         return self.score(encoder, hidden, batch["original"], batch["eligible"])
 
 
+class Peer(nn.Module):
+    """A model of transformers that is trained on our batches: our token ids at positions
+    0 to L - 1. No id counts as padding, so all embeddings are trained."""
+
+    def __init__(self, name, ours):
+        from tools.hf import their_sizes, transformers  # not at the top: takes seconds and memory
+
+        super().__init__()
+        cfg, self.corrupt = ours.encoder.config, ours.to("meta").corrupt  # without its weights
+        model_class = getattr(transformers, name)
+        config = model_class.config_class(**their_sizes(cfg), **PEERS[name])
+        self.theirs = model_class(config)
+        self.theirs.config.pad_token_id = None
+        for module in self.theirs.modules():
+            if isinstance(module, nn.Embedding):  # the row of padding would stay 0
+                module.padding_idx = None
+                nn.init.normal_(module.weight, std=config.initializer_range)
+
+    def forward(self, batch):
+        """-> the mean loss of the masked tokens, as ours; nothing to log."""
+        labels = batch["original"].masked_fill(~batch["mlm_selected"], -100)
+        index = torch.arange(labels.size(1), device=labels.device)[None]
+        return self.theirs(batch["tokens"], position_ids=index, labels=labels).loss, {}
+
+
 def build(v, args):
     """A Variant and the flags -> model, EncoderConfig, arguments of train.py. Raises UserError on a
     combination that is not possible."""
@@ -87,26 +125,13 @@ def build(v, args):
         model.objectives["mlm"] = FullMLM(model.encoder, model.objectives["mlm"].cfg)
     cfg = model.encoder.config
     if v.peer:
-        from tools.hf import their_sizes, transformers  # not at the top: takes seconds and memory
-
-        sizes = their_sizes(cfg) | {"type_vocab_size": 1, "attn_implementation": "sdpa"}
-        model = transformers.RobertaForMaskedLM(transformers.RobertaConfig(**sizes))
+        return Peer("RobertaForMaskedLM", model), cfg, run
     return model, cfg, run
 
 
-def mask_like_peer(tokens, cfg, rate):
-    """Tokens (B, L) -> the arguments of RobertaForMaskedLM, masked as
-    DataCollatorForLanguageModeling does; label -100: not scored."""
-    chance, u = torch.rand(2, *tokens.shape, device=tokens.device)
-    selected = (chance < rate) & (tokens < cfg.cls_id)
-    ids = torch.where(selected & (u < 0.9), torch.randint_like(tokens, cfg.cls_id), tokens)
-    ids = ids.masked_fill(selected & (u < 0.8), cfg.mask_id)
-    return {"input_ids": ids, "labels": tokens.masked_fill(~selected, -100)}
-
-
 def random_tokens(cfg, run):
-    """-> (B, L) ids from 4 on, since 0 to 3 are RoBERTa's special tokens."""
-    tokens = torch.randint(4, cfg.cls_id, (run.batch_size, run.block_size))
+    """-> (B, L) ids."""
+    tokens = torch.randint(cfg.cls_id, (run.batch_size, run.block_size))
     tokens[:, 0], tokens[:, -1] = cfg.cls_id, cfg.sep_id
     return tokens
 
@@ -128,14 +153,9 @@ def make_step(v, args):
 
     def step():
         start = perf_counter()
-        if v.peer:
-            inputs = mask_like_peer(tokens, cfg, run.mask_rate)
-            with autocast(device, dtype):
-                loss = net(**inputs).loss
-        else:
-            batch = model.corrupt(tokens, 0)
-            with autocast(device, dtype):
-                loss, _ = net(batch)
+        batch = model.corrupt(tokens, 0)
+        with autocast(device, dtype):
+            loss, _ = net(batch)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
