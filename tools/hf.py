@@ -15,7 +15,6 @@ sin and lsin are exported as tables of max_len positions. RoBERTa was trained on
 A </s></s> B, while the programs here write a single [SEP] between A and B (deviation).
 """
 
-import json
 import os
 import shlex
 from dataclasses import asdict
@@ -233,7 +232,6 @@ def export_run(run, folder):
     (theirs if head else base).save_pretrained(folder)
     names = token_names(checkpoint["tokenizer"])
     write_tokenizer(folder, dict(zip(names, their_ids)), cfg.max_len)
-    (folder / "README.md").write_text(model_card(checkpoint), encoding="utf-8")
 
 
 def write_tokenizer(folder, vocab, max_len):
@@ -262,19 +260,6 @@ def write_tokenizer(folder, vocab, max_len):
         "model_input_names": ["input_ids", "attention_mask"],
     }
     write_json(folder / "tokenizer_config.json", config)
-
-
-def model_card(checkpoint):
-    """-> README.md: how the model was trained, and its scores if it was fine-tuned."""
-    training = json.dumps(checkpoint["row"]) if "row" in checkpoint else checkpoint["command"]
-    return f"""---
-library_name: transformers
----
-Positional scheme: {checkpoint["config"]["pe"]}. Pre-training: {checkpoint["step"]} steps,
-data {checkpoint["data"]["dataset"]}.
-
-    {training}
-"""
 
 
 def main(argv=None):
