@@ -520,24 +520,28 @@ def draw_alone(rows):
 
 def draw_layers(rows):
     """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
-    title = "In two of seven long runs of pplm alone, the spread of hidden states rises again"
-    grid = panels(title, "step", SPREAD, (1, 3))
+    title = "In three of nine long runs of pplm alone, the spread of hidden states rises again"
+    grid = panels(title, "step; dotted: the tokens begin to lower the loss", SPREAD, (1, 4))
     colors = ["0.6", "#9ecae1", "#4292c6", "#2171b5", "#08306b"]
-    outcomes = {6: "uses its tokens", 9: "not yet", 7: "like four others"}
-    for axes, (seed, outcome) in zip(grid[0], outcomes.items()):
-        more = rows.get(f"pplm-after-30000-s{seed}", {"spreads": []})
-        table = rows[f"pplm-30000-s{seed}"]["spreads"]
-        table = table + [[30000 + step, *spread] for step, *spread in more["spreads"]]
+    outcomes = {
+        "classroom-16-30000-s1": "16 tokens, seed 1",
+        "pplm-30000-s6": "64 tokens, seed 6",
+        "pplm-30000-s9": "64, seed 9: not yet",
+        "pplm-30000-s7": "64, 7: like 4 others",
+    }
+    for axes, (name, outcome) in zip(grid[0], outcomes.items()):
+        row = rows[name]
+        more = rows.get(f"pplm-after-{name.removeprefix('pplm-')}", {"spreads": []})
+        table = row["spreads"] + [[30000 + step, *spread] for step, *spread in more["spreads"]]
         ends, (steps, *layers) = {}, zip(*table)
         for n, (spread, color) in enumerate(zip(layers, colors)):
             axes.plot(steps, spread, color=color)
             ends[f"layer {n}" if n else "embedding"] = spread[-1], color
-        axes.set(yscale="log", title=f"seed {seed}: {outcome}")
+        axes.set(yscale="log", title=outcome, xticks=[0, 15000, 30000])
     label_ends(axes, ends)
-    # Only seed 6 begins to use them.
-    step = 30000 + int(uses_tokens(rows["pplm-after-30000-s6"]).replace(",", ""))
-    grid[0, 0].axvline(step, color="k", ls=":")
-    write(grid[0, 0], "the tokens begin\nto lower the loss", (step, 3e-6), (-4, 0), ha="right")
+    first, second = rows["classroom-16-30000-s1"], rows["pplm-after-30000-s6"]
+    for axes, row, start in (grid[0, 0], first, 0), (grid[0, 1], second, 30000):
+        axes.axvline(start + int(uses_tokens(row).replace(",", "")), color="k", ls=":")
     return axes
 
 
