@@ -400,12 +400,15 @@ def draw_ranking_all(rows):
 
 def paint_ranking(schemes, title, height):
     """The losses of schemes, {pe: (after 6 M tokens, after 49 M)}: the latter beside the former, if
-    all schemes have them."""
+    all schemes have them. After 49 M, the number is that of the first seed, which all have."""
     both = all(later for _, later in schemes.values())
-    order = sorted(schemes, key=lambda pe: statistics.mean(schemes[pe][both]))
-    x = "validation loss of mlm (nats); a dot is a seed, the number their mean"
-    if both:
-        x += "; gray: after 6 M tokens"
+
+    def number(pe, later):
+        return schemes[pe][1][0] if later else statistics.mean(schemes[pe][0])
+
+    order = sorted(schemes, key=lambda pe: number(pe, both))
+    x = "validation loss of mlm (nats); a dot is a seed, the number "
+    x += "that of seed 1337; gray: after 6 M tokens, their mean" if both else "their mean"
     [[axes]] = panels(title, x, height=height)
     name_lines(axes, order)
     for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):
@@ -417,9 +420,9 @@ def paint_ranking(schemes, title, height):
             shade = color if later == both else GRAY
             dots(axes, values, line, shade)
             at, shift, align = (min, -7, "right") if later else (max, 7, "left")
-            text = f"{statistics.mean(values):.2f}"
+            text = f"{number(pe, later):.2f}"
             write(axes, text, (at(values), line), (shift, 0), ha=align, color=shade)
-    axes.axvline(statistics.mean(schemes["none"][both]), color="k", lw=0.8, ls=":", zorder=0)
+    axes.axvline(number("none", both), color="k", lw=0.8, ls=":", zorder=0)
     axes.margins(x=0.1)
     return axes
 
