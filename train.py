@@ -316,7 +316,7 @@ def train(args, argv):
             # Data, corruption and dropout depend on (seed, step, micro) alone, so resuming needs no
             # RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
             # (In fp16 only up to rounding: grad_accum divides the loss before scaling, DDP after.
-            # And torch.compile draws other dropout masks in DDP, which splits the model.)
+            # DDP splits a compiled model, which changes its dropout masks.)
             for accum in range(args.grad_accum):
                 micro = accum * world + rank
                 index = step * n_micro + micro

@@ -523,16 +523,16 @@ def draw_alone(rows):
 
 def draw_layers(rows):
     """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
-    title = "In three of nine long runs of pplm alone, the spread of hidden states rises again"
+    title = "In three of nine long runs of pplm alone, the spread rises more than a hundredfold"
     grid = panels(title, "step; dotted: the tokens begin to lower the loss", SPREAD, (1, 4))
     colors = ["0.6", "#9ecae1", "#4292c6", "#2171b5", "#08306b"]
-    outcomes = {
+    panel_titles = {
         "classroom-16-30000-s1": "16 tokens, seed 1",
         "pplm-30000-s6": "64 tokens, seed 6",
         "pplm-30000-s9": "64, seed 9: not yet",
         "pplm-30000-s7": "64, 7: like 4 others",
     }
-    for axes, (name, outcome) in zip(grid[0], outcomes.items()):
+    for axes, (name, panel_title) in zip(grid[0], panel_titles.items()):
         row = rows[name]
         more = rows.get(f"pplm-after-{name.removeprefix('pplm-')}", {"spreads": []})
         table = row["spreads"] + [[30000 + step, *spread] for step, *spread in more["spreads"]]
@@ -540,7 +540,7 @@ def draw_layers(rows):
         for n, (spread, color) in enumerate(zip(layers, colors)):
             axes.plot(steps, spread, color=color)
             ends[f"layer {n}" if n else "embedding"] = spread[-1], color
-        axes.set(yscale="log", title=outcome, xticks=[0, 15000, 30000])
+        axes.set(yscale="log", title=panel_title, xticks=[0, 15000, 30000])
     label_ends(axes, ends)
     first, second = rows["classroom-16-30000-s1"], rows["pplm-after-30000-s6"]
     for axes, row, start in (grid[0, 0], first, 0), (grid[0, 1], second, 30000):
