@@ -22,6 +22,8 @@ objective has two methods:
     corrupt(batch, generator)       not compiled, because it draws random numbers
     loss(encoder, hidden, batch)    compiled with the encoder -> loss (), {name: ()} to log
 
+and two more that say what has been learned: `sample` and `ablate`.
+
 No shape depends on the data, so there is no recompilation and no CPU-GPU sync.
 
 A batch is a dictionary with these keys, and each objective adds its own:
@@ -50,6 +52,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lib.bpe import word_characters
+from lib.restore import MARGIN, best_order, exchange_words
 from model import (
     N_SPECIALS,
     UNKNOWN_POS,
@@ -77,6 +80,7 @@ class Objective(nn.Module):
     min_sequences = 1  # in a batch
     rate = None  # the field of ObjectiveConfig that says which share of the tokens it selects
     min_selected = 1  # per sequence
+    uses = ablation = None  # what should be used, and what `ablate` puts there, in words
 
     def __init__(self, encoder: Encoder, cfg):
         super().__init__()
@@ -88,6 +92,13 @@ class Objective(nn.Module):
 
     def loss(self, encoder, hidden, batch):
         """hidden (B, L, C) -> loss (), dictionary of scalars to log."""
+
+    def ablate(self, batch, generator):
+        """Change a corrupted batch such that what should be used is of no use. If that does not
+        raise the loss, the model does not use it."""
+
+    def sample(self, encoder, tokens):
+        """Tokens (1, L) -> a line of text that shows what the model makes of them."""
 
 
 def new_batch(tokens, vocab_size) -> dict:
@@ -135,6 +146,30 @@ def begins_word(tokens, in_word):
     return begins
 
 
+def shuffled_positions(eligible, generator):
+    """eligible (B, L) -> positions (B, L): those of eligible tokens in random order, and the index
+    of the others."""
+    draw = torch.rand(eligible.shape, generator=generator, device=eligible.device)
+    # Both sorts are stable and put tokens that are not eligible last, in their own order.
+    source = draw.masked_fill(~eligible, 2.0).argsort(dim=1, stable=True)
+    target = (~eligible).long().argsort(dim=1, stable=True)
+    return torch.empty_like(source).scatter(1, target, source)
+
+
+def random_tokens(tokens, cls_id, generator):
+    """tokens (B, L) -> the same with ordinary tokens of the batch, drawn with replacement, in the
+    place of all ordinary ones."""
+    ordinary = tokens < cls_id
+    pool = tokens[ordinary]
+    draw = torch.randint(len(pool), tokens.shape, generator=generator, device=tokens.device)
+    return torch.where(ordinary, pool[draw], tokens)
+
+
+def token_strings(encoder, ids):
+    """A tensor of n ids -> n strings, in which characters of several tokens are replaced."""
+    return [encoder.tokenizer.decode([i]) for i in ids.tolist()]
+
+
 def weighted_mean(values, weight):
     weight = weight.float()
     return (values * weight).sum() / weight.sum().clamp(min=1)
@@ -177,6 +212,7 @@ class MLM(TokenObjective):
     """Masked language modeling (BERT)."""
 
     rate = "mask_rate"
+    uses, ablation = "order is", "shuffled positions"
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
@@ -211,6 +247,21 @@ class MLM(TokenObjective):
             others = batch["eligible"] & ~batch["mlm_selected"]
             loss = loss + self.score(encoder, hidden, batch["original"], others)[0]
         return loss, scalars
+
+    def ablate(self, batch, generator):
+        batch["pos"] = shuffled_positions(batch["eligible"], generator)
+
+    def sample(self, encoder, tokens):
+        """Masked tokens are shown as [predicted|true]."""
+        batch = new_batch(tokens, self.vocab_size)
+        self.corrupt(batch, seeded_generator(tokens.device, "sample"))
+        logits = self.token_logits(encoder, encoder(batch["tokens"]))[0, :, : encoder.config.cls_id]
+        strings = zip(token_strings(encoder, tokens[0]), token_strings(encoder, logits.argmax(-1)))
+        text = "".join(
+            f" [{predicted.strip()}|{true.strip()}]" if masked else true
+            for (true, predicted), masked in zip(strings, batch["mlm_selected"][0])
+        )
+        return text.removeprefix("[CLS]").removesuffix("[SEP]")
 
 
 class CLM(TokenObjective):
@@ -283,10 +334,11 @@ class PPLM(Objective):
 
     kind, n_classes = "position", None
     rate, min_selected = "pos_rate", 2
+    uses, ablation = "the tokens are", "random tokens"
 
     def __init__(self, encoder, cfg):
         super().__init__(encoder, cfg)
-        self.max_len = encoder.config.max_len
+        self.max_len, self.cls_id = encoder.config.max_len, encoder.config.cls_id
         n_classes = self.n_classes or 2 * self.max_len - 1
         self.head = PairHead(encoder, cfg, n_classes)
         self.chunk_size = max(1, CHUNK_BYTES // (4 * max(n_classes, PAIR_HIDDEN)))
@@ -350,6 +402,44 @@ class PPLM(Objective):
         correct = loss.new_zeros(1) if self.training else (logits.argmax(-1) == label) * weight
         return torch.stack((loss.sum(), correct.sum()))
 
+    def ablate(self, batch, generator):
+        batch["tokens"] = random_tokens(batch["tokens"], self.cls_id, generator)
+
+    def offset_log_p(self, encoder, tokens, pos):
+        """Tokens (B, L) and their positions (B, L) -> the log-probability of each offset of each
+        pair of the n = L - 2 inner tokens, (B, n, n, 2 max_len - 1), on the CPU."""
+        scores = self.head.scores(encoder, encoder.hidden_states(tokens, pos), pos)
+        return self.head.psi(scores).float().log_softmax(-1).cpu()
+
+    def exchange(self, encoder, tokens):
+        """Tokens (1, L) -> positions (n,) of the inner tokens: some words, as many as training
+        moves tokens, have exchanged theirs."""
+        strings = token_strings(encoder, tokens[0, 1:-1])
+        n_exchanges = max(1, round(self.cfg.pos_rate * len(strings) / 2))
+        return exchange_words(strings, n_exchanges, seeded_generator("cpu", "sample"))
+
+    def restore(self, encoder, tokens, pos, margin=MARGIN):
+        """Tokens (1, L) and positions (n,) of the inner ones -> positions (n,), as best_order
+        leaves them. pmlm masks those positions that are not true."""
+        n = len(pos)
+        moved = pos != torch.arange(1, n + 1)
+
+        def predict(pos):
+            if self.masks_positions:
+                pos = torch.where(moved, UNKNOWN_POS, pos)
+            pos = torch.cat((torch.tensor([0]), pos, torch.tensor([n + 1])))[None]  # (1, L)
+            return self.offset_log_p(encoder, tokens, pos.to(tokens.device))[0]
+
+        return best_order(predict, pos, margin)
+
+    def sample(self, encoder, tokens):
+        """A text with exchanged words -> what the model makes of it."""
+        strings, pos = token_strings(encoder, tokens[0, 1:-1]), self.exchange(encoder, tokens)
+        restored = self.restore(encoder, tokens, pos)
+        given, found = ("".join(strings[i] for i in x.argsort()) for x in (pos, restored))
+        verdict = "correct" if found == "".join(strings) else "wrong"
+        return f"{given} -> {found} ({verdict})"
+
 
 class PMLM(PPLM):
     """Position masking: predict the offset of pairs with at least one masked position."""
@@ -378,6 +468,14 @@ class PPLMBinary(PPLM):
 
     def label(self, true_offset, assigned_offset):
         return (true_offset == assigned_offset).long()
+
+    def offset_log_p(self, encoder, tokens, pos):
+        """As in PPLM: the assigned offset of each pair has the probability that it is the true one,
+        and every other offset the probability that it is not."""
+        false, true = super().offset_log_p(encoder, tokens, pos).split(1, -1)  # (B, n, n, 1) each
+        assigned = (pos[:, None, 1:-1] - pos[:, 1:-1, None]).cpu()[..., None]  # (B, n, n, 1)
+        log_p = false.repeat(1, 1, 1, 2 * self.max_len - 1)
+        return log_p.scatter(-1, assigned + self.max_len - 1, true)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -601,6 +699,17 @@ class Pretraining(nn.Module):
             objective.corrupt(batch, seeded_generator(tokens.device, *key, name))
         return batch
 
+    @torch.no_grad()
+    def samples(self, tokens):
+        """The beginning of a sequence (1, L) -> one line of text per objective that has any: what
+        the model makes of it."""
+        tokens, was_training = tokens[:, :24].clone(), self.training
+        tokens[:, -1] = self.encoder.config.sep_id
+        self.eval()
+        texts = [objective.sample(self.encoder, tokens) for objective in self.objectives.values()]
+        self.train(was_training)
+        return [" ".join(text.split()) for text in texts if text]
+
     def forward(self, batch):
         """-> loss (), the weighted sum; dictionary of scalars: the unweighted loss of each
         objective and, in evaluation, its accuracy."""
@@ -657,6 +766,12 @@ class ObjectiveConfig:
             if getattr(self, flag) == value and "mlm" not in names:
                 setting = f"--{flag}" if value is True else f"--{flag} {value}"
                 raise ValueError(f"{setting} needs mlm; the objective is {self.objective}")
+
+
+def predicts_positions(objective: str) -> bool:
+    """Whether a sum of objectives has one that predicts positions."""
+    classes = [OBJECTIVES.get(name) for name in objective.split("+")]
+    return any(getattr(x, "kind", None) == "position" for x in classes)
 
 
 def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):

@@ -37,6 +37,7 @@ import model as model_module
 import objectives
 import train
 from lib import baselines, bpe
+from lib.config import pick_fields
 from lib.device import autocast
 from lib.files import read_jsonl
 from lib.weights import warm_start
@@ -1028,13 +1029,23 @@ def test_presets_and_names(preset):
         assert train.parse_args(["--dataset", dataset]).out_dir == f"out/{name}-demo-abs-mlm-s1337"
 
 
+@pytest.mark.parametrize("objective", ALL_OBJECTIVES)
+def test_default_preset(objective):
+    """The default preset is `pairs` if the objective predicts positions, and `demo` otherwise."""
+    preset = "pairs" if re.search("pplm|pmlm", objective) else "demo"
+    args = vars(train.parse_args(["--objective", objective, "--pe", "t5", "--lr", "0.1"]))
+    assert args["preset"] == preset
+    assert args.items() >= (train.PRESETS[preset] | {"lr": 0.1}).items()
+    assert train.parse_args(["--objective", objective, "--preset", "lab"]).preset == "lab"
+
+
 def plain_training(args, corpus, dtype, overflows=()):
     """What the documentation says that train.py does, one step after the other -> parameters, the
     log's rows of training, the scale. overflows: micro-batches whose loss is infinite."""
     torch.manual_seed(args.seed)
     config = {f.name: getattr(args, f.name) for f in dataclasses.fields(EncoderConfig)[1:-1]}
     encoder = Encoder(EncoderConfig(vocab_size=8192, **config))
-    model = Pretraining(encoder, ObjectiveConfig(args.objective, args.loss_weights))
+    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args))
     stream = np.fromfile(corpus.folder / "train.bin", np.uint16).astype(int)
     n, micro_batches = len(stream) // (args.block_size - 2), 0
     order, rows, sums, since, scale = [], [], Counter(), 0, 65536.0 if dtype == "float16" else 1.0
@@ -1141,7 +1152,7 @@ def test_a_run_learns_logs_and_saves(run, capsys):
     names = "ckpt.pt ckpt_20.pt ckpt_40.pt ckpt_60.pt config.json tokenizer.json log.jsonl .lock"
     assert {file.name for file in folder.iterdir()} == {*names.split()}
     out = capsys.readouterr().out
-    assert out.count("sample: ") == 2 and "below the baseline" in out
+    assert out.count("sample: ") == 2 and "with shuffled positions" in out
     assert re.search("python train.py .*--pe t5 .*--preset rpp", out.splitlines()[-1])
 
 
@@ -1272,18 +1283,42 @@ def test_evaluation_is_the_same_for_every_scheme(corpus):
         assert all(torch.equal(a[key], b[key]) for key in a if torch.is_tensor(a[key]))
 
 
+@pytest.mark.parametrize("name, used", [(x, y) for x in ("mlm", "pplm") for y in (True, False)])
+def test_ablation(name, used):
+    """Shuffled positions leave the loss of mlm as it is if the model does not use order, and random
+    tokens that of pplm if it does not use its tokens. Special tokens keep positions and ids."""
+    model, tokens, batch = corrupted(name, "none" if name == "mlm" and not used else "t5")
+    if name == "pplm" and not used:
+        model.encoder.tok.weight.data[:] = model.encoder.tok.weight[0].clone()
+    index, changed = torch.arange(12).expand(6, -1), {"pos": None, **batch}
+    model.objectives[name].ablate(changed, seeded_generator("cpu", 0))
+    losses = [model.eval()(x)[1][name] for x in (batch, changed)]
+    assert (abs(losses[1] - losses[0]) > 1e-3) == used
+    assert used or abs(losses[1] - losses[0]) < 1e-9
+    key, old = ("pos", index) if name == "mlm" else ("tokens", batch["tokens"])
+    new, kept = changed[key], tokens >= CLS
+    assert torch.equal(new[kept], old[kept]) and (new != old)[~kept].double().mean() > 0.7
+    if name == "mlm":
+        assert torch.equal(new.sort().values, index)
+    assert {*new.flatten().tolist()} <= {*old.flatten().tolist()}
+    assert all(changed[other] is batch[other] for other in batch.keys() - {key})
+
+
 def test_sample(corpus, monkeypatch):
-    """A sample shows [predicted|true] for each masked token."""
+    """A sample of mlm shows [predicted|true] for each masked token; one of a position objective
+    shows a text whose words have exchanged their positions, and the order that the model finds."""
     tokens = data.validation_batches(corpus, 16)[0][:1]
-    model = small_model("--mask_rate .3")
+    model = small_model("--objective mlm+pplm --mask_rate .3")
     model.encoder.tokenizer = encoding_of(corpus)
     truth = 9.0 * F.one_hot(tokens, 8192)
     monkeypatch.setattr(model.objectives["mlm"], "token_logits", lambda *args: truth)
-    text = train.sample(model, tokens)
+    text, order = model.samples(tokens)
     words = [part.split("]")[0].split("|") for part in text.split("[")[1:]]
     assert len(words) == round(0.3 * 14) and all(a == b for a, b in words) and model.training
-    original = encoding_of(corpus).decode(tokens[0, 1:-1].tolist()).replace(" ", "")
-    assert re.sub(r" ?\[(.+?)\|.+?\]| ", r"\1", text) == original
+    original = encoding_of(corpus).decode(tokens[0, 1:-1].tolist())
+    assert re.sub(r" ?\[(.+?)\|.+?\]| ", r"\1", text) == original.replace(" ", "")
+    given, _, found = order.rpartition(" (")[0].partition(" -> ")
+    assert given != original.strip() and sorted(given) == sorted(found) == sorted(original.strip())
 
 
 # ==================================================================================================

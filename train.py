@@ -1,7 +1,7 @@
 """Pre-train a text encoder with any positional scheme (--pe) and any objective (--objective).
 
     python train.py --pe tupe_r                                         # minutes on a CPU
-    python train.py --pe tupe_r --objective pplm                        # predict offsets
+    python train.py --pe tupe_r --objective pplm                        # the same: predict offsets
     python train.py --pe tupe_r --objective mlm+pplm --preset rpp       # RPP's size, for a GPU
     torchrun --nproc_per_node 4 train.py --pe tupe_r --preset tupe      # several GPUs
 
@@ -57,7 +57,7 @@ from objectives import (
     Pretraining,
     check_fit,
     hash_seed,
-    new_batch,
+    predicts_positions,
     seeded_generator,
 )
 
@@ -65,9 +65,10 @@ DOCS = dict(dataset="docs", tokenizer="bpe")
 WEB = dict(dataset="wikibooks", tokenizer="gpt2")
 ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
 ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
-# demo and lab are our own; they are short, so they have no dropout. The others follow their papers,
-# but rpp's warm-up, schedule, betas, eps and weight decay are ours, and so are wang's width, heads
-# and steps (the paper gives epochs).
+# demo, lab and pairs are our own; they are short, so they have no dropout. pairs is the default of
+# objectives that predict positions: with it, small models use their tokens. The others follow their
+# papers, but rpp's warm-up, schedule, betas, eps and weight decay are ours, and so are the width,
+# heads and steps of wang (the paper gives epochs).
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
@@ -76,6 +77,9 @@ PRESETS = {
     "lab": dict(n_layer=4, d_model=256, n_head=8, d_ff=1024, block_size=64, batch_size=64,
                 grad_accum=1, lr=2e-3, warmup=500, steps=3000, mask_rate=.15, dropout=0.,
                 **ADAM_98, **DOCS),
+    "pairs": dict(n_layer=4, d_model=128, n_head=16, d_ff=512, block_size=16, batch_size=128,
+                  grad_accum=1, lr=3e-3, warmup=500, steps=2000, mask_rate=.15, pos_rate=.15,
+                  norm="pre", dropout=0., **ADAM_98, **DOCS),
     "rpp": dict(n_layer=12, d_model=256, n_head=16, d_ff=1024, block_size=128, batch_size=64,
                 grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **ADAM_98, **WEB),
     "taco": dict(n_layer=4, d_model=512, n_head=8, d_ff=2048, block_size=256, batch_size=64,
@@ -110,7 +114,8 @@ def parse_args(argv=None):
     path = os.path.expanduser
 
     flag = parser.add_argument_group("run").add_argument
-    flag("--preset", choices=list(PRESETS), default="demo", help="see docs/reference.md")
+    what = "default: pairs if the objective predicts positions, otherwise demo"
+    flag("--preset", choices=list(PRESETS), help=what)
     flag("--seed", type=between(int, "[0, 9e18]"), default=1337, help="random seed")
     flag("--out_dir", type=path, help="folder of the run (default: see above)")
     flag("--resume", action="store_true", help="resume from the checkpoint in --out_dir")
@@ -167,11 +172,12 @@ def parse_args(argv=None):
     flag("--data_fraction", type=between(float, "(0, 1]"), default=1.0, help="used (TACO)")
 
     def parse(preset):
-        defaults = vars(EncoderConfig()) | vars(ObjectiveConfig()) | PRESETS[preset]
-        parser.set_defaults(**defaults | {"warmup": None})
+        defaults = vars(EncoderConfig()) | vars(ObjectiveConfig()) | PRESETS[preset or "demo"]
+        parser.set_defaults(**defaults | {"preset": preset, "warmup": None})
         return parser.parse_args(argv)
 
-    args = parse(parse("demo").preset)  # --help ends the inner call, so it shows the demo's values
+    args = parse(None)  # --help ends this call, so it shows the demo's values
+    args = parse(args.preset or ("pairs" if predicts_positions(args.objective) else "demo"))
     if args.warmup is None:
         args.warmup = min(PRESETS[args.preset]["warmup"], args.steps // 3)
     args.max_len, args.attn_dropout = args.block_size, args.dropout
@@ -372,6 +378,8 @@ def train(args, argv):
             if rank == 0:  # the other ranks wait in their next all-reduce
                 if evaluating:
                     row |= evaluate(model, validation, amp, device)
+                if step == args.steps:
+                    row |= evaluate_ablations(model, validation, amp, device)
                 run.log(row)
                 if evaluating or keeping or stopping:
                     state = {
@@ -384,8 +392,8 @@ def train(args, argv):
                     }
                     run.save(state, keeping)
                 print(format_row(row, model.names, args.steps, baselines))
-                if evaluating and "mlm" in model.names:
-                    print("    sample:", sample(model, validation[0][:1].to(device)))
+                for text in model.samples(validation[0][:1].to(device)) if evaluating else ():
+                    print("    sample:", text)
             if stopping and step < args.steps:
                 print(f"stopped at step {step}; resume with the same command and --resume")
                 leave(128 + stopping)
@@ -397,10 +405,8 @@ def train(args, argv):
     if rank == 0 and not row:
         print("this run has ended; to train further, use --init_from and another --out_dir")
     elif rank == 0:
-        print_summary(run.path, row, model.names, baselines, time.perf_counter() - started)
-        if args.preset == "demo":
-            full_size = ["--pe", args.pe, "--objective", args.objective, "--preset", "rpp"]
-            print(f"full size, on a GPU: {shlex.join(['python', 'train.py', *full_size])}")
+        seconds = time.perf_counter() - started
+        print_summary(run.path, row, model, args, PRESETS["pairs"], baselines, seconds)
     if world > 1:
         leave(0)
 
@@ -414,13 +420,15 @@ def flops_per_token(model):
 
 
 @torch.no_grad()
-def evaluate(model, validation, amp, device):
+def evaluate(model, validation, amp, device, ablated=None):
     """Mean loss and scalars over fixed validation sequences with fixed corruption, without dropout
-    -> {"val_" + name: float}."""
+    -> {"val_" + name: float}. ablated: an objective whose `ablate` changes the batches first."""
     model.eval()
     sums, n = defaultdict(float), sum(map(len, validation))
     for number, tokens in enumerate(validation):
         batch = model.corrupt(tokens.to(device), "validation", number)
+        if ablated:
+            ablated.ablate(batch, seeded_generator(device, "ablation", number))
         with amp:
             loss, scalars = model(batch)
         for name, value in {"loss": loss, **scalars}.items():
@@ -429,23 +437,14 @@ def evaluate(model, validation, amp, device):
     return {name: float(value) for name, value in sums.items()}
 
 
-@torch.no_grad()
-def sample(model, tokens):
-    """The beginning of a validation sequence (1, L) -> its text, with masked tokens as
-    [predicted|true]."""
-    encoder, mlm, cfg = model.encoder, model.objectives["mlm"], model.encoder.config
-    tokens = tokens[:, :24].clone()
-    tokens[:, -1] = cfg.sep_id
-    batch = new_batch(tokens, cfg.vocab_size)
-    mlm.corrupt(batch, seeded_generator(tokens.device, "sample"))
-    model.eval()
-    logits = mlm.token_logits(encoder, encoder(batch["tokens"]))[0, :, : cfg.cls_id]  # (L, V - 8)
-    model.train()
-    text = ""
-    for true, predicted, masked in zip(tokens[0], logits.argmax(-1), batch["mlm_selected"][0]):
-        true, predicted = (encoder.tokenizer.decode([int(i)]) for i in (true, predicted))
-        text += f" [{predicted.strip()}|{true.strip()}]" if masked else true
-    return text.removeprefix("[CLS]").removesuffix("[SEP]").replace("\n", " ").strip()
+def evaluate_ablations(model, validation, amp, device):
+    """The validation loss of each objective without what it should make the model use (see
+    Objective.ablate) -> {"ablated_" + name: float}."""
+    return {
+        f"ablated_{name}": evaluate(model, validation, amp, device, objective)[f"val_{name}"]
+        for name, objective in model.objectives.items()
+        if objective.ablation
+    }
 
 
 def main(argv=None):

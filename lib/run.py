@@ -8,7 +8,7 @@ import shlex
 import signal
 from pathlib import Path
 
-from lib.baselines import KNOWS, beaten
+from lib.baselines import KNOWS, compare
 from lib.config import UserError
 from lib.files import (
     append_jsonl,
@@ -129,8 +129,8 @@ def format_row(row, names, steps, baselines):
     if "val_loss" in row:
         text += f"  val_loss {row['val_loss']:.4f}"
         for name in names:
-            if passed := beaten(name, row[f"val_{name}"], baselines):
-                text += f" ({passed[1] - row[f'val_{name}']:.3f} below {passed[0]})"
+            if sides := compare(name, row[f"val_{name}"], baselines):
+                text += f" ({name} {sides})" if len(names) > 1 else f" ({sides})"
     return text
 
 
@@ -151,17 +151,48 @@ def print_start(run_info, model, sequences, epochs, reason, lines):
     print(*lines, sep="\n")
 
 
-def print_summary(folder, row, names, baselines, seconds):
-    """The end of a run: its validation losses beside their baselines, and what to do next."""
+USED = 0.01  # nats: a smaller rise of the loss does not count as use
+
+
+def remedy(objective, args, pairs):
+    """What to try if a model does not use its tokens (position objectives) or their order (mlm)."""
+    decisive = ("block_size", "norm", "n_head", "pos_rate")
+    differ = [f"--{key} {pairs[key]}" for key in decisive if getattr(args, key) != pairs[key]]
+    if objective.kind == "position" and differ:
+        return f"--preset pairs: {' '.join(differ)}"
+    if args.pe == "none":
+        return "another --pe: none has no positions"
+    if objective.kind == "position":
+        return "more --steps, or another --seed"
+    return "more --steps, or a scheme that uses order sooner, such as --pe rope"
+
+
+def print_summary(folder, row, model, args, pairs, baselines, seconds):
+    """The end of a run: its validation losses beside their baselines, whether the model uses what
+    each objective should make it use, and what to do next. row: the last one of the log; pairs:
+    the values of the preset."""
     print(f"finished in {seconds / 60:.1f} minutes; checkpoint: {folder}/ckpt.pt")
-    for name in names:
-        text = f"{name}: validation loss {row[f'val_{name}']:.3f} nats"
-        if passed := beaten(name, row[f"val_{name}"], baselines):
-            text += f", below the baseline {passed[0]} ({passed[1]:.3f})"
-        print(text)
-    run = shlex.quote(str(folder))
-    print(
-        f"next: python -m tools.sample --ckpt {run}         (try it on your own text)\n"
-        f"      python -m tools.probe --ckpt {run}          (how it uses positions and tokens)\n"
-        f"      python finetune.py --task docs --ckpt {run}"
-    )
+    for name, objective in model.objectives.items():
+        loss, ablated = row[f"val_{name}"], row.get(f"ablated_{name}")
+        sides = compare(name, loss, baselines)
+        print(f"{name}: validation loss {loss:.3f} nats" + f", {sides}" * bool(sides))
+        if ablated is not None:
+            used = ablated - loss >= USED
+            verdict = f"{objective.uses} {'used' if used else 'not used'}"
+            print(f"  with {objective.ablation} {ablated:.3f}: {verdict}")
+            if not used:
+                print(f"  try {remedy(objective, args, pairs)}")
+    run, kinds = shlex.quote(str(folder)), {x.kind for x in model.objectives.values()}
+    text = ""
+    if "position" in kinds:
+        text = " --text 'Raises an error if the file does not exist.'"
+    elif "mlm" in model.names:
+        text = " --text 'Returns the [MASK] of the array.'"
+    print(f"next: python -m tools.sample --ckpt {run}{text}")
+    print(f"      python -m tools.probe --ckpt {run}          (how it uses positions and tokens)")
+    print(f"      python finetune.py --task docs --ckpt {run}")
+    if args.preset in ("demo", "pairs"):
+        # RPP's own settings are post-LN and permute 60% of the positions.
+        kept = f" --norm pre --pos_rate {args.pos_rate}" if args.preset == "pairs" else ""
+        full_size = f"--pe {args.pe} --objective {args.objective} --preset rpp{kept}"
+        print(f"full size, on a GPU (untested): python train.py {full_size}")

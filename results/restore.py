@@ -14,6 +14,7 @@ from collections import Counter
 import torch
 
 from lib.config import Parser, UserError, one_line_errors
+from lib.restore import MARGIN
 from tools import sample
 
 
@@ -32,11 +33,7 @@ def restore_words(model, sentence, exchanges, margin, rng):
     for i, j in zip(chosen[::2], chosen[1::2]):
         given[[i, j]] = given[[j, i]]
 
-    def predict(pos):
-        pos = torch.tensor([[0, *pos.tolist(), n + 1]])
-        return sample.offsets_log_p(encoder, objective, tokens[None], pos)[0]
-
-    pos = sample.best_order(predict, given, margin)
+    pos = objective.restore(encoder, tokens[None], given, margin)
     if torch.equal(tokens[1:-1][pos.argsort()], tokens[1:-1]):
         return "restored"
     return "left" if torch.equal(pos, given) else "wrong"
@@ -47,7 +44,7 @@ def main(argv=None):
     parser.add_argument("ckpt")
     parser.add_argument("--text", default="results/everyday.txt")
     parser.add_argument("--exchanges", type=int, default=1)
-    parser.add_argument("--margin", type=float, default=sample.MARGIN)
+    parser.add_argument("--margin", type=float, default=MARGIN)
     with one_line_errors(), torch.no_grad():
         args = parser.parse_args(argv)
         model = sample.load_pretraining(args.ckpt)

@@ -15,7 +15,7 @@ from test_all import SEP, VOCAB, close, corrupted, pretraining, sequences, slow,
 
 
 def test_baselines_of_a_sum():
-    """A sum has the baselines of each part; a printed loss is compared with the lowest it beats."""
+    """A sum has the baselines of each part; a printed loss is compared with those on both sides."""
     corpus = SimpleNamespace(train=np.repeat([3, 7, SEP], [10, 30, 5]), vocab_size=VOCAB)
     model = pretraining("mlm+pplm+tc", mlm_on="all", tc_negatives=3)
     expected = {"mlm.uniform": 2 * math.log(64), "pplm.uniform": math.log(23)}
@@ -25,9 +25,17 @@ def test_baselines_of_a_sum():
     expected |= {f"pplm.{x}": of_positions[x] for x in ("prior", "copy", "selected", "moved")}
     found = baselines.compute_baselines(model, corpus)
     assert found == pytest.approx(expected)
-    copy = found["pplm.copy"]
-    assert baselines.beaten("pplm", copy - 0.01, found) == ("copy", copy)
-    assert baselines.beaten("pplm", 4.0, found) is None  # although below mlm.uniform
+    own = {name[5:]: x for name, x in found.items() if name.startswith("pplm.")}
+    ordered = sorted(own, key=own.get)
+    for name, lower, higher in zip(ordered, ["", *ordered], [*ordered[1:], ""]):
+        for loss, above, below in (
+            (own[name] - 1e-4, name, lower),
+            (own[name] + 1e-4, higher, name),
+        ):
+            sides = [f"below {above} {own[above]:.3f}"] if above else []
+            sides += [f"above {below} {own[below]:.3f}"] if below else []
+            assert baselines.compare("pplm", loss, found) == ", ".join(sides)
+    assert baselines.compare("my_objective", 1.0, found) == ""
 
 
 def test_time_and_memory(monkeypatch):

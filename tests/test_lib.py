@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 
+import train
 from lib import device as devices
 from lib.config import UserError, one_line_errors
 from lib.files import append_jsonl, atomic_write, newest_run, read_json, read_jsonl
+from lib.run import print_summary
 from tests.conftest import one_line, refuses
 
 
@@ -110,3 +112,28 @@ def test_compiling_is_tried(tmp_path):
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     reason, result = done.stdout.splitlines()
     assert result == "False" and "/no/g++" in reason and done.stderr == ""
+
+
+def test_what_the_summary_says(capsys):
+    """A summary compares a loss with the baselines on both sides, says whether the tokens, or their
+    order, are used, which they are if their loss rises by .01 without them, and what to try if they
+    are not."""
+    values = {"mlm.unigram": 6.8, "pplm.prior": 4.444, "pplm.copy": 4.199}
+    names = "val_mlm ablated_mlm val_pplm ablated_pplm".split()
+    # flags | losses | what is printed
+    for case in """
+        --pe abs | 6 7 2 3 | 6.000 nats, below unigram 6.800; 7.000: order is used
+        --pe abs | 6.9 6.9 2 3 | 6.900 nats, above unigram 6.800; try more --steps, or
+        --pe none | 6 6 2 3 | order is not used; try another --pe
+        --pe abs | 6 7 4.268 4.268 | 4.268 nats, below prior 4.444, above copy 4.199; try more
+        --norm post | 6 7 4.5 4.5 | 4.500 nats, above prior; not used; --preset pairs: --norm pre
+        --preset demo | 6 7 3 3 | not used; --block_size 16 --norm pre --n_head 16 --pos_rate 0.15
+        --pe abs | 6 7 1.251 1.262 | 1.251 nats, below copy; 1.262: the tokens are used
+        """.strip().splitlines():
+        flags, losses, expected = case.split(" | ")
+        args = train.parse_args(["--objective", "mlm+pplm", *flags.split()])
+        row = dict(zip(names, map(float, losses.split())))
+        model = train.build_model(args, 8192, None)
+        print_summary("out/run", row, model, args, train.PRESETS["pairs"], values, 60.0)
+        printed = capsys.readouterr().out
+        assert all(part in printed for part in expected.split("; ")), printed

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from data import validation_sequences
 from finetune import make_model, read_start
+from lib.restore import best_order
 from test_all import pretraining
 from tests.conftest import one_line, refuses, weights
 from tools import page, sample
@@ -106,7 +107,7 @@ def test_the_page_computes_what_python_does(make_run, tmp_path):
 @pytest.mark.slow
 @needs_chromium
 def test_the_page_restores_order_as_sample_does(make_run, tmp_path):
-    """For words of one token, best_order equals that of tools/sample.py. Longer words stay whole,
+    """For words of one token, best_order equals that of lib/restore.py. Longer words stay whole,
     and a large margin leaves the sentence as it is. doubts is the mean over pairs."""
     rng, given, expected = torch.Generator().manual_seed(0), [], []
     for n in (2, 3, 5, 12, 20):
@@ -121,7 +122,7 @@ def test_the_page_restores_order_as_sample_does(make_run, tmp_path):
         p = predict(pos).exp().gather(-1, (pos - pos[:, None] + 63)[..., None])[..., 0]
         p = p.fill_diagonal_(0)
         doubt = 1 - (p.sum(0) + p.sum(1)) / (2 * n - 2)
-        best = sample.best_order(predict, pos, 0.01).argsort().tolist()
+        best = best_order(predict, pos, 0.01).argsort().tolist()
         expected.append([best, pytest.approx(doubt.tolist(), abs=1e-6)])
     true = torch.arange(6) - torch.arange(6)[:, None]
     words = 9 * F.one_hot(true + 63, 127).float().log_softmax(-1)  # of 1, 3 and 2 tokens

@@ -144,6 +144,6 @@ GOLDEN = {"tupe_r pplm": 3.4076, "rel taco": 19.1977, "rope clm": 8.7819, "none 
 def test_golden_losses(run, case):
     """The tenth loss on one thread stays what it was: any change of what is computed is noticed."""
     pe, objective = case.split()
-    flags = "--steps 10 --log_every 1 --eval_every 10 --dtype float32 --no-compile"
+    flags = "--preset demo --steps 10 --log_every 1 --dtype float32 --no-compile"
     rows = log_of(run("run", f"{flags} --pe {pe} --objective {objective}"))
     close(rows[-1]["loss"], GOLDEN[case], 1e-3)

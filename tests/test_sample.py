@@ -11,8 +11,10 @@ from sklearn.metrics import roc_auc_score
 
 import finetune
 from lib.files import read_checkpoint
+from lib.restore import best_order, exchange_words
+from model import UNKNOWN_POS
 from results import restore
-from test_all import corrupted
+from test_all import corrupted, pretraining, sequences
 from tests.conftest import run_train
 from tools import sample
 
@@ -70,7 +72,7 @@ def test_best_order_and_restoring(runs):
             return np.mean([log_p[a, b, pos[b] - pos[a] + L - 1].item() for a, b in pairs])
 
         given = torch.randperm(n, generator=generator) + 1
-        found = sample.best_order(predict, given, margin).tolist()
+        found = best_order(predict, given, margin).tolist()
         for i, j in itertools.combinations(range(n), 2):
             pos = list(found)
             pos[i], pos[j] = pos[j], pos[i]
@@ -84,13 +86,48 @@ def test_best_order_and_restoring(runs):
     model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
     pplm = model.objectives["pplm"]
     n = sample.encode(model.encoder, " " + TEXT).size(1) - 2
-    offsets = torch.arange(n) - torch.arange(n)[:, None] + pplm.max_len - 1
-    pplm.head.scores = lambda *args: 50.0 * F.one_hot(offsets, 2 * pplm.max_len - 1)[None]
-    pplm.head.psi = torch.nn.Identity()
-    words, shuffled, restored = sample.restore(model.encoder, pplm, TEXT)
+    know_offsets(pplm, torch.arange(1, n + 1))
+    words, exchanged, restored = sample.restore(model, TEXT)
     assert "".join(words) == " " + TEXT
-    assert restored.tolist() == sorted(shuffled.tolist()) == list(range(n)) != shuffled.tolist()
-    assert sample.correct_pairs(restored) == math.comb(n, 2) > sample.correct_pairs(shuffled)
+    assert restored.tolist() == sorted(exchanged.tolist()) == list(range(n)) != exchanged.tolist()
+    assert sample.correct_pairs(restored) == math.comb(n, 2) > sample.correct_pairs(exchanged)
+
+
+def know_offsets(objective, true):
+    """Let the model of a position objective know the true positions (n,) of the inner tokens; None:
+    it believes those that it is given -> a list of what it is given."""
+    given, true = [], None if true is None else true - true[:, None]
+
+    def class_logits(encoder, states, pos):
+        given.append(pos[0, 1:-1])
+        assigned = given[-1] - given[-1][:, None]
+        label = objective.label(assigned if true is None else true, assigned)
+        return 50.0 * F.one_hot(label, objective.n_classes or 2 * objective.max_len - 1)[None]
+
+    objective.head.scores, objective.head.psi = class_logits, torch.nn.Identity()
+    return given
+
+
+@pytest.mark.parametrize("name", ["pplm", "pplm_some", "pplm_binary", "pmlm"])
+def test_restoring_with_each_objective(name):
+    """A model that knows which offsets are true restores exchanged words. pmlm masks the positions
+    of exchanged words."""
+    model, true = pretraining(name, "t5"), torch.arange(1, 11)
+    seen, given = know_offsets(model.objectives[name], true), true.clone()
+    given[[2, 7]] = given[[7, 2]]
+    assert model.objectives[name].restore(model.encoder, sequences(1), given).equal(true)
+    assert (seen[0] == UNKNOWN_POS).nonzero()[:, 0].tolist() == [2, 7] * (name == "pmlm")
+
+
+def test_exchanged_words():
+    """Words of one token exchange their positions with different words, however they are written;
+    with fewer than two words, any two tokens do."""
+    strings, exchanged = [" The", " quick", "er", " fox", ",", " the", " 42", " dog"], set()
+    for seed in range(50):
+        pos = exchange_words(strings, 1, torch.Generator().manual_seed(seed))
+        exchanged |= {frozenset((pos != torch.arange(1, 9)).nonzero()[:, 0].tolist())}
+    assert exchanged == {frozenset(x) for x in itertools.combinations((5, 3, 7), 2)}
+    assert exchange_words(["a", "b"], 3, torch.Generator()).tolist() == [2, 1]
 
 
 def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
@@ -98,20 +135,18 @@ def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
     given positions leaves them, and one that knows wrong offsets gets them wrong."""
     text, n = tmp_path / "text.txt", 9
     text.write_text(f"{TEXT}\n" * 4)
-    reverse, true = torch.arange(n, 0, -1), torch.arange(1, n + 1)
+    true = torch.arange(1, n + 1)
     for known, outcome in (
-        (lambda pos: true, "2 restored, 0 left, 0 wrong"),
-        (lambda pos: pos[0, 1:-1], "0 restored, 2 left, 0 wrong"),
-        (lambda pos: reverse, "0 restored, 0 left, 2 wrong"),
+        (true, "2 restored, 0 left, 0 wrong"),
+        (None, "0 restored, 2 left, 0 wrong"),
+        (true.flip(0), "0 restored, 0 left, 2 wrong"),
     ):
-
-        def offsets_log_p(encoder, objective, tokens, pos):
-            offsets = known(pos) - known(pos)[:, None]
-            return (50.0 * F.one_hot(offsets + 15, 31)).log_softmax(-1)[None]
-
-        monkeypatch.setattr(sample, "offsets_log_p", offsets_log_p)
+        model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
+        know_offsets(model.objectives["pplm"], known)
+        monkeypatch.setattr(sample, "load_pretraining", lambda path: model)
         restore.main([str(runs / "mlm+nsp+pplm+tc"), "--text", str(text)])
         assert capsys.readouterr().out.count(outcome) == 2  # even and odd lines
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", ["pplm", "pplm_binary"])
@@ -142,13 +177,13 @@ def test_detection_of_moved_tokens_equals_a_loop(name):
 # {run: {text: a part of what is printed}}
 PRINTED = {
     "mlm+nsp+pplm+tc": {
-        "[SEP] [CLS] dog fox": "original: [SEP] [CLS] dog fox",  # typed, they are plain text
+        "[SEP] [CLS] dog fox": "original:  [SEP] [CLS] dog fox",  # typed, they are plain text
         "the [MASK] fox": "[MASK]: ",
-        "the dog": "too short to shuffle",
+        "the dog": "original:  the dog",
         "quick |||": "tokens",
         9 * TEXT: "this model takes 2 to 14",
     },
-    "pplm_binary": {TEXT: "AUC of moved against others", "a [MASK]": "takes a sentence"},
+    "pplm_binary": {TEXT: "restored:", "a [MASK]": "takes a sentence"},
     "clm": {"the quick": "the quick ..."},
     "mnli.pt": {"a fox ||| a dog": "entailment", "one text": "mnli takes 2 text(s)"},
 }

@@ -29,7 +29,7 @@ from lib.device import keep_memory, pick_device
 from lib.files import newest_run
 from model import UNKNOWN_POS
 from tools.probe import add_run_flags, output_folder, print_table, write_numbers
-from tools.sample import load_pretraining, offsets_log_p, position_objective
+from tools.sample import load_pretraining, position_objective
 
 BATCH_TOKENS = 8192  # tokens per batch
 TIE_NATS = 1e-4  # scores that are closer than this tie
@@ -92,9 +92,9 @@ def offset_likelihood(model, tokens):
     pos = index.repeat(B, 1)
     if objective.masks_positions:
         pos[:, 1:-1] = UNKNOWN_POS
-    log_p = offsets_log_p(model.encoder, objective, tokens, pos.to(tokens.device))
+    log_p = objective.offset_log_p(model.encoder, tokens, pos.to(tokens.device))
     true = (index - index[:, None])[1:-1, 1:-1].expand(B, -1, -1)  # (B, n, n)
-    log_p = log_p.gather(-1, objective.label(true, true)[..., None])[..., 0]  # (B, n, n)
+    log_p = log_p.gather(-1, (true + objective.max_len - 1)[..., None])[..., 0]  # (B, n, n)
     return log_p[:, true[0] != 0].double().mean(1).nan_to_num()  # a single token has no pairs
 
 

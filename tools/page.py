@@ -32,8 +32,9 @@ import torch.nn.functional as F
 import model as schemes
 from lib.config import Parser, UserError, one_line_errors
 from lib.files import atomic_write, newest_run, read_checkpoint, write_checkpoint
+from lib.restore import MARGIN
 from model import Component, Positions, parse_pe
-from tools.sample import MARGIN, load_pretraining
+from tools.sample import load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
 MARK = '<script type="application/json" id="data">null</script>'

@@ -9,16 +9,14 @@ The output depends on what the model was trained for:
 
 objective                text                         output
 mlm                      a text with [MASK]           the five most likely tokens
-pplm, pplm_some, pmlm    a sentence                   shuffled, then restored from the offsets that
-                                                      the model predicts
-pplm_binary              a sentence                   confidence in each token's position
+pplm and its variants    a sentence                   some of its words exchanged, then restored
+                                                      from the offsets that the model predicts
 clm                      the beginning of a text      its continuation
 nsp                      'one part ||| another'       probability that the second follows
 a task (finetune.py)     one text, or 'one ||| two'   predictions with probabilities
 """
 
 import contextlib
-import itertools
 import os
 from argparse import Namespace
 
@@ -30,16 +28,13 @@ from lib.config import Parser, UserError, one_line_errors, pick_fields
 from lib.files import newest_run, read_checkpoint
 from lib.squad import Question
 from lib.weights import load_strict
-from model import UNKNOWN_POS, Encoder, EncoderConfig
-from objectives import ObjectiveConfig, Pretraining, new_batch, seeded_generator
+from model import Encoder, EncoderConfig
+from objectives import ObjectiveConfig, Pretraining, token_strings
 
 NEXT_TOKENS = 20  # tokens that clm generates
-# best_order shows the PROPOSALS most promising exchanges of two tokens to the model, and makes one
-# if this raises the mean log-probability of the offsets by more than MARGIN.
-PROPOSALS, MARGIN = 12, 0.12
 TEXTS = {
     "mlm": "a text with [MASK]",
-    "position": "a sentence, to be shuffled",
+    "position": "a sentence, whose words are exchanged",
     "clm": "the beginning of a text",
     "nsp": "'one part ||| another'",
 }
@@ -125,76 +120,15 @@ def continue_text(encoder, clm, text):
 # Order
 
 
-def shuffle(encoder, objective, text):
-    """Permute (or mask) the positions of a sentence as in training -> its n token strings, batch.
-    A space is put first: without it, the first token would be recognizable."""
+def restore(model, text):
+    """Exchange words of a sentence and restore them from the predicted offsets -> its n token
+    strings, and two permutations (n,): their order as exchanged, and as restored. Without a space
+    before it, the first token would be recognizable."""
+    encoder, position = model.encoder, position_objective(model)
     tokens = encode(encoder, " " + text.lstrip())
-    batch = new_batch(tokens, encoder.config.vocab_size)
-    if round(objective.cfg.pos_rate * (tokens.size(1) - 2)) < 2:
-        raise UserError(f"{text!r} is too short to shuffle")
-    true = batch["pos"] = torch.arange(tokens.size(1), device=tokens.device)
-    seed = 0
-    while (batch["pos"] == true).all():  # in a short text, all tokens may keep theirs
-        objective.corrupt(batch, seeded_generator(tokens.device, seed, "sample"))
-        seed += 1
-    strings = [encoder.tokenizer.decode([i]) for i in tokens[0, 1:-1].tolist()]
-    return strings, batch
-
-
-def offsets_log_p(encoder, objective, tokens, pos):
-    """Tokens (B, L) and their positions (B, L) -> the log-probability of each offset of each pair
-    of the n = L - 2 inner tokens, (B, n, n, n_classes), on the CPU."""
-    states = encoder.hidden_states(tokens, pos)
-    scores = objective.head.scores(encoder, states, pos)
-    return objective.head.psi(scores).float().log_softmax(-1).cpu()
-
-
-def best_order(predict, pos, margin=MARGIN):
-    """Exchange two tokens as long as the order then looks better to the model.
-
-    predict: positions (n,) of n tokens -> log-probabilities (n, n, 2L - 1) of the offset of each
-    pair. pos (n,): the positions to begin with -> (n,).
-
-    The score of an order is the mean log-probability of its offsets. One prediction proposes: of
-    all exchanges, those that score best if the tokens keep the positions they have now. The model
-    then sees each proposal, and the best one is made if it raises the score by more than `margin`.
-    """
-
-    def score(log_p, pos):
-        r = pos - pos[:, None] + log_p.size(-1) // 2  # (n, n): classes of the offsets
-        return log_p.gather(-1, r[..., None]).squeeze(-1).fill_diagonal_(0).sum() / (n * n - n)
-
-    n, log_p = len(pos), predict(pos)
-    most = score(log_p, pos)
-    while True:
-        orders = []
-        for i, j in itertools.combinations(range(n), 2):
-            orders.append(pos.clone())
-            orders[-1][[i, j]] = pos[[j, i]]
-        proposals = sorted(orders, key=lambda order: -score(log_p, order))[:PROPOSALS]
-        predicted = [predict(order) for order in proposals]
-        scores = [score(*pair) for pair in zip(predicted, proposals)]
-        best = max(range(len(scores)), key=scores.__getitem__)
-        if scores[best] <= most + margin:
-            return pos
-        pos, log_p, most = proposals[best], predicted[best], scores[best]
-
-
-def restore(encoder, objective, text):
-    """Shuffle a sentence and restore it from the predicted offsets -> its token strings, and two
-    permutations (n,): their order as shuffled, and as restored."""
-    strings, batch = shuffle(encoder, objective, text)
-    assigned, pos = batch["pos"], batch["pos"][0, 1:-1].cpu()
-    masked = pos == UNKNOWN_POS  # pmlm: these tokens get the free positions at random
-    free = masked.nonzero()[:, 0] + 1
-    pos[masked] = free[torch.randperm(len(free), generator=seeded_generator("cpu", 0, "free"))]
-
-    def predict(pos):
-        seen = assigned.clone()
-        seen[0, 1:-1] = torch.where(masked, UNKNOWN_POS, pos)
-        return offsets_log_p(encoder, objective, batch["tokens"], seen)[0]
-
-    return strings, pos.argsort(), best_order(predict, pos).argsort()
+    pos = position.exchange(encoder, tokens)
+    restored = position.restore(encoder, tokens, pos)
+    return token_strings(encoder, tokens[0, 1:-1]), pos.argsort(), restored.argsort()
 
 
 def correct_pairs(order) -> int:
@@ -244,22 +178,15 @@ def print_sample(model, text):
         raise UserError(f"this model ({'+'.join(model.names)}) takes {accepted_texts(model)}")
     elif "clm" in heads:
         print(f"{text} ...{continue_text(encoder, heads['clm'], text)}")
-    elif "pplm_binary" in heads:
-        strings, batch = shuffle(encoder, position, text)
-        [(confidence, stayed, auc)] = detect_moved(encoder, position, batch)
-        print("some tokens were moved; the model's confidence in each assigned position:")
-        for token, p, has_stayed in zip(strings, confidence, stayed):
-            print(f"{p:.2f} {'stayed' if has_stayed else 'moved '} {token!r}")
-        print(f"AUC of moved against others: {auc:.2f} (chance .5)")
     else:
-        strings, shuffled, restored = restore(encoder, position, text)
+        strings, exchanged, restored = restore(model, text)
         n = len(strings)
-        print(f"shuffled: {decode(strings, shuffled)}")
-        print(f"restored: {decode(strings, restored)}")
-        print(f"original: {decode(strings, range(n))}")
+        print(f"exchanged: {decode(strings, exchanged)}")
+        print(f"restored:  {decode(strings, restored)}")
+        print(f"original:  {decode(strings, range(n))}")
         print(
-            f"pairs in the correct order, of {n * (n - 1) // 2}: {correct_pairs(shuffled)} as "
-            f"shuffled, {correct_pairs(restored)} as restored"
+            f"pairs in the correct order, of {n * (n - 1) // 2}: {correct_pairs(exchanged)} as "
+            f"exchanged, {correct_pairs(restored)} as restored"
         )
 
 
