@@ -38,16 +38,10 @@ import train
 from lib.config import Parser, UserError, leave, one_line_errors
 from lib.device import processor_name
 from lib.files import append_jsonl, read_json, read_jsonl, write_json
-from results.show import (
-    PLATEAU,
-    draw,
-    first_below,
-    join_seeds,
-    leaves_plateau,
-    show,
-    without_seed,
-)
-from tools.probe import db, opr, print_table
+from results.figures import draw
+from results.show import PLATEAU, first_below, join_seeds, leaves_plateau, show, without_seed
+from tools.output import print_table
+from tools.probe import db, opr
 
 HERE = Path(__file__).parent
 ROWS = HERE / "runs.jsonl"
@@ -123,7 +117,7 @@ def commands(table, name, root=OUT):
     if tuned or table not in PAPERS:  # else the run only initializes other runs
         parts["probe"] = f"python -m tools.probe --ckpt {out}"
     if "--keep_every" in flags and table not in PAPERS:
-        parts["dynamics"] = f"python -m tools.probe --dynamics {out}"
+        parts["dynamics"] = f"python -m tools.dynamics --ckpt {out}"
     extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
     if table == "lengths" or table == "ranking" and extrapolates:
         shortest = "" if table == "lengths" else "64,"

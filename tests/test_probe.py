@@ -1,5 +1,5 @@
-"""tools/probe.py, blimp.py and lengths.py: indicators, losses, terms of the logits, minimal pairs,
-longer sequences."""
+"""tools/probe.py, terms.py, dynamics.py, blimp.py and lengths.py: indicators, losses, terms of the
+logits, checkpoints of a run, minimal pairs, longer sequences."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ import data
 from model import UNKNOWN_POS
 from test_all import ALL_PE, CLS, MASK, SEP, close, enlarge, pretraining, sequences, tiny
 from tests.conftest import log_of, one_line, run_train
-from tools import blimp, lengths, probe
+from tools import blimp, dynamics, lengths, probe, terms
 
 
 def naive_indicators(A, first, reach):
@@ -67,7 +67,7 @@ def test_terms_add_up_to_the_logits(pe, norm):
     """The terms of TUPE eq 6 and what else a scheme adds are all of the model's logits."""
     encoder, tokens = tiny(pe, norm=norm), sequences(1)
     logits = probe.attention_logits(encoder, tokens)
-    close(sum(probe.logit_terms(encoder, tokens).values()), logits[0])
+    close(sum(terms.logit_terms(encoder, tokens).values()), logits[0])
     close(logits.softmax(-1), encoder.attention(tokens))
 
 
@@ -80,7 +80,7 @@ def test_terms_are_those_of_the_equation():
     p = encoder.norm.weight * (p - p.mean(1, keepdim=True)) / sd
     (W_Q, W_K, _), (b_Q, b_K, _) = (w.chunk(3) for w in encoder.blocks[0].qkv.parameters())
     pairs = itertools.product((x @ W_Q.T + b_Q, p @ W_Q.T), (x @ W_K.T + b_K, p @ W_K.T))
-    for term, (q, k) in zip(probe.logit_terms(encoder, tokens).values(), pairs, strict=True):
+    for term, (q, k) in zip(terms.logit_terms(encoder, tokens).values(), pairs, strict=True):
         for h in range(2):
             dims = slice(h * D, h * D + D)
             close(term[h], q[:, dims] @ k[:, dims].T / math.sqrt(D))
@@ -187,7 +187,7 @@ def test_losses_of_a_run(runs, corpus, tmp_path):
 
 def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     """--runs has a row per run, whose score is the median over seeds at the best learning rate,
-    with the last settings (here 5 epochs); --terms draws two runs; --pe needs no run."""
+    with the last settings (here 5 epochs); tools.terms draws two runs; --pe needs no run."""
     rows = [(1, 0.3, 0, 1.0), (5, 0.1, 0, 0.9), (5, 0.1, 1, 0.1), (5, 0.2, 0, 1.0)]
     rows += [(5, 0.2, 0, 0.7), (5, 0.2, 1, 0.6)]  # seed 0 was repeated: the last one counts
     rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
@@ -200,7 +200,7 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     assert {*found} == {"none", "abs", "both", "clm"}
     assert found["abs"]["scores"] == {"docs accuracy": pytest.approx(0.65)}
     assert found["clm"]["db"] == "inf"  # a causal map
-    results(probe.main, tmp_path / "terms", "--terms", runs / "abs", runs / "both", "--text", "$a$")
+    results(terms.main, tmp_path / "terms", "--ckpt", runs / "abs", runs / "both", "--text", "$a$")
     assert (tmp_path / "terms" / "terms.png").exists()
     none, alibi = results(probe.main, tmp_path / "pe", "--pe", "none,alibi")["schemes"]
     assert none["aiv"] is None and alibi["opr"] == 0 and alibi["aiv"] < 0.03
@@ -216,14 +216,14 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
         torch.manual_seed(0)
         return enlarge(load(file))
 
-    monkeypatch.setattr(probe, "load_pretraining", load_enlarged)
+    monkeypatch.setattr(dynamics, "load_pretraining", load_enlarged)
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("array\tvalues\t9.1\nreturn\tdocumentation\t1.5\n")
-    flags = ["--dynamics", runs / "abs", "--pairs", pairs]
-    rows = results(probe.main, tmp_path / "out", *flags)["steps"]
+    flags = ["--ckpt", runs / "abs", "--pairs", pairs]
+    rows = results(dynamics.main, tmp_path / "out", *flags)["steps"]
     assert [row["step"] for row in rows] == [4, 8, 12]
-    encoder = probe.load_pretraining(runs / "abs" / "ckpt_8.pt").encoder
-    tokens = probe.validation_sequences(corpus, 128, 16)
+    encoder = dynamics.load_pretraining(runs / "abs" / "ckpt_8.pt").encoder
+    tokens = dynamics.validation_sequences(corpus, 128, 16)
     chosen = (tokens < encoder.config.cls_id).nonzero()
     hidden = encoder(tokens)[tuple(chosen.T)]
     rest = hidden

@@ -12,23 +12,27 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import finetune
 import train
 from model import Encoder, EncoderConfig
-from results import run, show
+from results import figures, run, show
 from results.show import without_seed
 from tests.conftest import TINY, exit_code, one_line, write_corpus
-from tools import probe
+from tools import dynamics, probe
 
 
 @pytest.mark.slow
 def test_tables_and_rows_agree(monkeypatch, capsys):
     """Every command of tables.txt is accepted by its program; runs.jsonl has every row but those of
-    the papers' tables, made by today's commands, without paths, and printed with its loss."""
+    the papers' tables, made by today's commands (tools.dynamics was a mode of tools.probe), without
+    paths, and printed with its loss."""
     monkeypatch.delenv("BLIMP", raising=False)
     programs = {"train.py": train, "finetune.py": finetune, "tools.probe": probe}
     rows, parsed = run.all_rows(), set()
     for table, runs in run.TABLES.items():
         for name in runs:
             parts = run.commands(table, name)
-            assert table in run.PAPERS or parts.items() <= rows[name]["commands"].items(), name
+            if table not in run.PAPERS:
+                made = json.dumps(rows[name]["commands"])
+                made = json.loads(made.replace("probe --dynamics", "dynamics --ckpt"))
+                assert parts.items() <= made.items(), name
             for start in re.findall(r"--init_\w+ out/results/(\S+)", parts["train"]):
                 run.find(start)  # raises an error if it is in no table
             for command in parts.values():
@@ -95,9 +99,9 @@ def test_figures():
     """Every figure is drawn, and no labels overlap. The rankings' titles follow from the rows."""
     rows, found = run.all_rows(), {}
     files = {file.name for file in (run.HERE.parent / "docs" / "figures").iterdir()}
-    assert {*show.FIGURES, "terms.png", "maps.png", "maps-long.png"} == files
-    with matplotlib.rc_context(show.STYLE):
-        for file, paint in show.FIGURES.items():
+    assert {*figures.FIGURES, "terms.png", "maps.png", "maps-long.png"} == files
+    with matplotlib.rc_context(figures.STYLE):
+        for file, paint in figures.FIGURES.items():
             found[file] = overlapping_texts(paint(rows))
     assert not any(found.values()), found
     losses = {pe: sum(x) / len(x) for pe, (x, _) in show.scheme_losses(rows).items()}
@@ -149,7 +153,8 @@ def test_tiny_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLUE", str(tmp_path))
     monkeypatch.setattr(run, "ROWS", tmp_path / "runs.jsonl")
     monkeypatch.setattr(run, "TABLES", tables)
-    programs = {"train.py": train.main, "tools.probe": probe.main, "finetune.py": finetune.main}
+    programs = {"train.py": train.main, "finetune.py": finetune.main}
+    programs |= {"tools.probe": probe.main, "tools.dynamics": dynamics.main}
 
     def drive(name, interrupted=None):
         """-> the exit code, and the programs that were called; Ctrl-C is pressed in one."""
@@ -165,7 +170,7 @@ def test_tiny_table(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(run, "call", call)
         return exit_code(run.main, [name]), calls
 
-    calls = ["train.py", "train.py", "tools.probe", "tools.probe", "finetune.py"]
+    calls = ["train.py", "train.py", "tools.probe", "tools.dynamics", "finetune.py"]
     assert drive("b", interrupted="finetune.py") == (130, calls)
     assert not run.ROWS.exists()
     assert drive("b") == (None, ["finetune.py", "finetune.py"])
@@ -176,7 +181,7 @@ def test_tiny_table(tmp_path, monkeypatch, capsys):
     log = run.read_jsonl("out/results/b/log.jsonl")
     assert row["val_loss"] == log[-1]["val_loss"] and row["baselines"] == log[0]["baselines"]
     assert row["words"]["random"] > 0 and len(row["ranges"]) == len(run.RANGES)
-    assert drive("tiny") == (None, ["tools.probe", "tools.probe"])  # a is trained already
+    assert drive("tiny") == (None, ["tools.probe", "tools.dynamics"])  # a is trained already
     assert "| b at 0.5 " in capsys.readouterr().out
     assert drive("tiny") == (None, [])
 

@@ -28,7 +28,7 @@ from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
 from model import UNKNOWN_POS
-from tools.probe import add_run_flags, output_folder, print_table, write_numbers
+from tools.output import add_run_flags, output_folder, print_table, write_numbers
 from tools.sample import load_pretraining, position_objective
 
 BATCH_TOKENS = 8192  # tokens per batch

@@ -15,7 +15,8 @@ from lib.config import Parser, UserError, between, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
 from objectives import new_batch, seeded_generator
-from tools.probe import add_run_flags, output_folder, print_table, run_corpus, write_numbers
+from tools.output import add_run_flags, output_folder, print_table, write_numbers
+from tools.probe import run_corpus
 from tools.sample import load_pretraining
 
 BATCH_TOKENS = 8192  # tokens per batch

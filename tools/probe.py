@@ -3,8 +3,6 @@
     python -m tools.probe                        # the newest run under out/ (or --ckpt RUN)
     python -m tools.probe --runs 'out/*'         # compare runs: tables, and the maps of all
     python -m tools.probe --pe t5,rope,alibi     # untrained schemes (or all); needs no run
-    python -m tools.probe --dynamics RUN         # similarity of contexts, over checkpoints
-    python -m tools.probe --terms RUN [RUN2] --text '...'   # attention logits, term by term
 
 The identical-word probe (Wang 2021, sec 4.2 and app. B) feeds sequences [CLS] w ... w [SEP], in
 which only the positions differ, and averages the attention of layer 1 over heads and 300 words. The
@@ -22,20 +20,15 @@ The losses are measured on the run's validation text: for a position objective, 
 objective uses the tokens if random ones increase its loss, and their order if shuffled ones do. The
 spread of hidden states is 0 if they depend on their sequence and position, but not on their token.
 
---terms splits the logits of layer 1 into token and position terms (TUPE eq 6), for the head
-whose logits depend most on positions.
-
 Writes probe.json and, if matplotlib is installed, figures.
 """
 
 import glob
-import json
 import math
 import os
 import re
 import statistics
 from collections import defaultdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -43,11 +36,11 @@ import pandas  # comes with datasets
 import torch
 import torch.nn.functional as F
 
-from data import open_corpus, validation_batches, validation_sequences
+from data import open_corpus, validation_batches
 from finetune import best_runs
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
-from lib.files import newest_run, read_json, read_jsonl, write_json
+from lib.files import newest_run, read_json, read_jsonl
 from model import (
     MAX_OFFSET,
     PE_NAMES,
@@ -58,18 +51,16 @@ from model import (
     Relative,
     RelativeKeys,
     RelativeSinusoidal,
-    Tupe,
     UntiedPositions,
     frequencies,
 )
 from objectives import new_batch, seeded_generator
-from tools.sample import detect_moved, encode, load_pretraining, position_objective
+from tools.output import add_run_flags, output_folder, print_table, write
+from tools.sample import detect_moved, load_pretraining, position_objective
 
 MAX_POSITIONS = 128  # positions that are probed, as in Wang 2021
 TIE = 1e-12  # differences below this share of the largest entry are rounding errors
 TRAIN_TOKENS = 10_000_000  # tokens of the training text from which random ones are drawn
-SENTENCE = "Return the index of the key in the list."  # of --terms
-DYNAMICS_SEQUENCES = 128  # validation sequences that --dynamics uses
 
 
 # --------------------------------------------------------------------------------------------------
@@ -245,6 +236,22 @@ def mlm_loss(model, corpus):
     return total / sum(map(len, batches))
 
 
+def token_spread(encoder, tokens, causal=False):
+    """How much hidden states depend on their own tokens, after each layer: their RMS after
+    subtracting the mean of each sequence and of each position, divided by their RMS before.
+    At 0, tokens cannot be told apart. tokens (B, L), of which only ordinary ones count
+    -> a list of n_layer + 1 numbers, the first one for the embedding."""
+    ordinary = (tokens < encoder.config.cls_id)[..., None].cpu().double()  # (B, L, 1)
+    spreads = []
+    for hidden in encoder.hidden_states(tokens, causal=causal):
+        rest = hidden = hidden.cpu().double() * ordinary  # (B, L, C)
+        for axis in (1, 0):  # the mean of each sequence, then of each position
+            mean = rest.sum(axis, keepdim=True) / ordinary.sum(axis, keepdim=True).clamp(min=1)
+            rest = (rest - mean) * ordinary
+        spreads.append(float((rest.square().sum() / hidden.square().sum()).sqrt()))
+    return spreads
+
+
 # --------------------------------------------------------------------------------------------------
 # Figures: {file: panels}, a panel being a dictionary with a matrix or with curves
 
@@ -339,205 +346,6 @@ def figures_of(encoder, logits):
     }
 
 
-def draw(file, panels):
-    """Draw panels as a grid -> PNG."""
-    from matplotlib.figure import Figure
-
-    columns, width, height = 1, 9, 3.6
-    if "matrix" in panels[0]:
-        columns, width, height = min(len(panels), 6), 2.9, 2.5
-    if "limits" in panels[0]:
-        width, height = 8.4 / columns, 1.8
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    for number, panel in enumerate(panels, 1):
-        ax = figure.add_subplot(rows, columns, number)
-        ax.set_title(panel["title"], size=10)
-        if "curves" in panel:
-            ax.set(**{name: panel[name] for name in panel.keys() & {"xlabel", "ylabel", "yscale"}})
-            for name, (x, y) in panel["curves"].items():
-                ax.plot(x, y, marker=".", label=name)
-            ax.grid(alpha=0.3)
-            ax.legend(bbox_to_anchor=(1, 1), loc="upper left")
-            continue
-        M = np.ma.masked_invalid(panel["matrix"])  # -inf of a causal model stays white
-        start = panel["first"] - 0.5
-        stop = start + len(M)
-        image = ax.imshow(M, "cividis_r", extent=(start, stop, stop, start))
-        if "limits" in panel:
-            image.set(cmap="PuOr", clim=panel["limits"])
-            ax.set(xticks=[], yticks=[])
-            continue
-        ax.set(xlabel=panel["axes"][0], ylabel=panel["axes"][1])
-        # The middle 98%, without the edges, so that [CLS] and [SEP] do not hide the rest.
-        image.set_clim(*np.percentile(M[1:-1, 1:-1].compressed(), (1, 99)))
-        figure.colorbar(image, ax=ax, fraction=0.046)
-    if "limits" in panels[0]:  # one scale for all
-        ticks = {-3: "1/8", -2: "1/4", -1: "1/2", 0: "1", 1: "2", 2: "4", 3: "8"}
-        bar = figure.colorbar(image, ax=figure.axes, location="bottom", shrink=0.6, aspect=50)
-        bar.set_ticks([*ticks], labels=[*ticks.values()])
-        bar.set_label("attention of a query (row) to a key (column), relative to uniform attention")
-        title = "Attention of layer 1 between identical tokens that differ only in their positions"
-        figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
-    figure.savefig(file, dpi=200)
-
-
-# --------------------------------------------------------------------------------------------------
-# Terms of the attention logits
-
-
-@torch.no_grad()
-def logit_terms(encoder, tokens):
-    """The logits of layer 1 for tokens (1, L), split into terms (TUPE eq 6) -> {title: (H, L, L)},
-    without terms that are 0. They add up to attention_logits(encoder, tokens)."""
-    scheme, block, pos = encoder.scheme, encoder.blocks[0], Positions(torch.arange(tokens.size(1)))
-    parts = [*scheme.parts.values()]
-
-    def project(x, bias=None):  # (1, L, C) -> q, k, v (1, H, L, D), without the block's LayerNorm
-        qkv = F.linear(x, block.qkv.weight, bias).unflatten(-1, (3, block.n_head, -1))
-        return qkv.permute(2, 0, 3, 1, 4)
-
-    x = encoder.tok(tokens) * scheme.token_scale  # (1, L, C)
-    p = scheme.embed(pos)
-    p = torch.zeros_like(x) if p is None else p
-    for norm in (encoder.norm, block.norm1)[: 1 + block.pre]:
-        # Given the standard deviation of x + p, LayerNorm is linear. Its bias, and those of W_Q and
-        # W_K below, are counted as token terms, as in a model without input positions.
-        sd = ((x + p).var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
-        x, p = (norm.weight * (z - z.mean(-1, keepdim=True)) / sd for z in (x, p))
-        x = x + norm.bias
-    q, k, _ = project(x, block.qkv.bias)
-    p_q, p_k, _ = project(p)
-    *_, rest = scheme.terms(q + p_q, k + p_k, pos, 0, scheme.bias(pos))
-    for part in parts:  # rope rotates all four; bert_ad adds projected positions to q and k
-        if added := part.edit_qk(0 * q, 0 * k, pos):
-            q, k = (edited - own for edited, own in zip(part.edit_qk(q, k, pos), added))
-            p_q, p_k = part.edit_qk(p_q, p_k, pos)
-    t, U = parts[0].scale_terms, "U" if hasattr(parts[0], "positions") else "W"
-    root = rf"/ \sqrt{{{t if t > 1 else ''}D}}"
-    v = rf"p_i {U}_Q \cdot p_j {U}_K {root}"
-    terms = {
-        rf"token-to-token: $x_i W_Q \cdot x_j W_K {root}$": scheme.scale * q @ k.mT,
-        rf"token-to-position: $x_i W_Q \cdot p_j {U}_K {root}$": scheme.scale * q @ p_k.mT,
-        rf"position-to-token: $p_i {U}_Q \cdot x_j W_K {root}$": scheme.scale * p_q @ k.mT,
-        rf"position-to-position: ${v}$": scheme.scale * p_q @ p_k.mT,
-    }
-    title = rf"other terms: $\mathrm{{scores}}_{{ij}} {root} + \mathrm{{bias}}_{{ij}}$"
-    if isinstance(parts[0], Tupe):
-        v += " + b_r" if parts[0].relative else ""
-        v = rf"\mathrm{{reset}}({v})" if parts[0].reset else v
-        title = f"position-to-position: ${v}$"
-    terms[title] = rest
-    return {title: term[0] for title, term in terms.items() if term is not None and term.any()}
-
-
-def show_terms(paths, text, out_dir):  # --terms
-    """Write and draw the terms of the logits of a sentence."""
-    runs = []
-    for path in paths:
-        model = load_pretraining(path).double()
-        encoder, tokens = model.encoder, encode(model.encoder, text)
-        maps = logit_terms(encoder, tokens)
-        total, first = sum(maps.values()), next(iter(maps.values()))
-        head = int((total - first)[:, 1:-1, 1:-1].flatten(1).std(1).argmax())
-        maps["sum: $s_{ij}$"] = total
-        run = {"ckpt": path, "pe": encoder.config.pe, "head": head + 1}
-        run |= {name: model.run_info[name] for name in ("command", "step")}
-        run["tokens"] = [encoder.tokenizer.decode([i]).strip() for i in tokens[0].tolist()]
-        runs.append({**run, "maps": {title: A[head].numpy().round(3) for title, A in maps.items()}})
-    folder = output_folder(paths[0], "terms", out_dir)
-    write(folder, {"text": text, "runs": runs}, {"terms.png": runs})
-
-
-def draw_terms(file, runs, title=None):
-    """Draw the maps of show_terms, one row and color scale per run -> PNG."""
-    from matplotlib.figure import Figure
-
-    columns = max(len(run["maps"]) for run in runs)
-    figure = Figure(figsize=(8.4, 2.45 * len(runs)), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
-    for line, run in enumerate(runs):
-        # The softmax ignores what a row has in common.
-        maps = {title: A - np.mean(A, 1, keepdims=True) for title, A in run["maps"].items()}
-        limit = np.percentile(np.abs([*maps.values()]), 99)
-        ticks, n_empty = range(len(run["tokens"])), columns - len(maps)
-        for n, (title, A) in enumerate(maps.items()):
-            column = n + n_empty if n else 0  # the first term at the left, the others at the right
-            ax = figure.add_subplot(len(runs), columns, line * columns + column + 1)
-            image = ax.imshow(A, "PuOr", clim=(-limit, limit))
-            ax.set_title(title.replace(": ", "\n"), fontsize=8.5)
-            ax.set_xticks(ticks, run["tokens"], rotation=90, fontsize=8, parse_math=False)
-            ax.set(yticks=[], xlabel="key $j$")
-            sign = "=" if title.startswith("sum") else "+"
-            ax.set_ylabel(sign, rotation=0, ha="right", va="center", fontsize=14)
-            if n == 0:
-                ax.set_yticks(ticks, run["tokens"], fontsize=8, parse_math=False)
-                label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}\nquery $i$"
-                ax.set_ylabel(label, rotation=90, ha="center", va="bottom", fontsize=9)
-        figure.colorbar(image, fraction=0.046, label="logit minus its row's mean")
-    figure.savefig(file, dpi=200)
-
-
-# --------------------------------------------------------------------------------------------------
-# Flags and output, also of blimp.py and lengths.py
-
-
-def add_run_flags(parser, folder):
-    """Add --ckpt, --out_dir and --device -> the add_argument of flags that exclude --ckpt."""
-    flag, path = parser.add_argument, os.path.expanduser
-    mode = parser.add_mutually_exclusive_group().add_argument
-    mode("--ckpt", type=path, help="run folder or checkpoint (default: the newest run)")
-    flag("--out_dir", type=path, help=f"where to write (default: RUN/{folder})")
-    flag("--device", choices=("cpu", "cuda", "mps"), help="default: cuda, else mps, else cpu")
-    return mode
-
-
-def output_folder(path, name, out_dir):
-    """-> out_dir, or by default the folder `name` of a run, or for a checkpoint file
-    <name>_<checkpoint> beside it."""
-    file = Path(path)
-    default = file.with_name(f"{name}_{file.stem}") if file.is_file() else file / name
-    return Path(out_dir or default)
-
-
-def write_numbers(file, numbers):
-    """Write JSON: arrays with seven decimals, NaN as null, infinity as "inf"."""
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(numbers, default=lambda array: np.asarray(array).round(7).tolist())
-    write_json(file, json.loads(text, parse_constant={"Infinity": "inf"}.get))
-
-
-def write(folder, numbers, figures):
-    """Write probe.json, and the figures if matplotlib is installed."""
-    folder, written = Path(folder), ["probe.json"]
-    write_numbers(folder / "probe.json", numbers)
-    if find_spec("matplotlib"):
-        for file, panels in figures.items():
-            if panels:
-                (draw_terms if file == "terms.png" else draw)(folder / file, panels)
-                written.append(file)
-    else:
-        print("no figures: pip install matplotlib")
-    print(f"wrote {folder}: {', '.join(written)}")
-
-
-def print_table(rows):
-    """Dictionaries -> a Markdown table, without columns that are empty or hold dictionaries; NaN
-    and None become a dash."""
-    columns = []
-    for name in dict.fromkeys(name for row in rows for name in row):
-        cells = [row.get(name, "") for row in rows]
-        if isinstance(cells[0], dict):
-            continue
-        cells = [f"{x:.4f}" if isinstance(x, float) else str(x) for x in cells]
-        if any(cells):
-            cells = ["-" if x in ("nan", "None") else x for x in cells]
-            width = max(map(len, [name, *cells]))
-            columns.append([cell.ljust(width) for cell in (name, "-" * width, *cells)])
-    for line in zip(*columns):
-        print(f"| {' | '.join(line)} |")
-
-
 # --------------------------------------------------------------------------------------------------
 # One run, many runs, untrained schemes
 
@@ -578,8 +386,8 @@ def examine(path, device):
 def probe_run(path, out_dir, device):  # --ckpt
     """Write and print the probe of one run. Raises UserError, OSError."""
     model, logits, A, numbers = examine(path, device)
-    folder, saved = output_folder(path, "probe", out_dir), {"ckpt": str(path), **numbers, "map": A}
-    write(folder, saved, figures_of(model.encoder, logits))
+    file = output_folder(path, "probe", out_dir) / "probe.json"
+    write(file, {"ckpt": str(path), **numbers, "map": A}, figures_of(model.encoder, logits))
     print_table([{"": name.replace("_", " "), **x} for name, x in numbers["indicators"].items()])
     words = numbers["words"]
     if words["true"] is not None:
@@ -670,7 +478,8 @@ def compare_runs(patterns, out_dir, device):  # --runs
     runs, maps = zip(*runs)
     table5 = correlations(runs)
     numbers = {"runs": runs, "correlations": table5}
-    write(out_dir or min(folders).parent / "probe", numbers, {"maps.png": maps})
+    out = Path(out_dir or min(folders).parent / "probe")
+    write(out / "probe.json", numbers, {"maps.png": maps})
     print_table(runs)
     if table5:
         print("Pearson's r; positive: runs with a higher indicator have better scores")
@@ -693,87 +502,7 @@ def untrained_schemes(names, out_dir):  # --pe
         _, A = identical_word_maps(encoder.double().eval(), words)
         maps.append(attention_map(encoder.config.pe, A.mean(0)))
         table.append({"pe": encoder.config.pe, **indicators(A.mean(0)[1:-1, 1:-1])})
-    write(out_dir or "out/schemes", {"schemes": table}, {"maps.png": maps})
-    print_table(table)
-
-
-# --------------------------------------------------------------------------------------------------
-# Dynamics over the checkpoints of a run
-
-
-def context_cosines(vectors, eligible):
-    """The mean cosine of a token with the other tokens of its sequence, and with those of other
-    sequences (TACO, app. A.3). TACO samples one of each per token; here all are averaged: the same
-    mean without the noise (deviation).
-
-    vectors (B, L, C), eligible (B, L) bool, both on the CPU -> {name: float}
-    """
-    g = F.normalize(vectors.double(), dim=-1) * eligible[..., None]
-    m = eligible.sum(1, keepdim=True)  # (B, 1): tokens per sequence
-    own = g.sum(1, keepdim=True)  # (B, 1, C): their sum
-    intra = ((g * own).sum(-1) - 1) / (m - 1)  # (B, L), without the token itself
-    inter = (g * (own.sum(0) - own)).sum(-1) / (m.sum() - m)
-    intra, inter = float(intra[eligible].mean()), float(inter[eligible].mean())
-    return {"intra-context": intra, "inter-context": inter, "contextual score": intra - inter}
-
-
-def token_spread(encoder, tokens, causal=False):
-    """How much hidden states depend on their own tokens, after each layer: their RMS after
-    subtracting the mean of each sequence and of each position, divided by their RMS before.
-    At 0, tokens cannot be told apart. tokens (B, L), of which only ordinary ones count
-    -> a list of n_layer + 1 numbers, the first one for the embedding."""
-    ordinary = (tokens < encoder.config.cls_id)[..., None].cpu().double()  # (B, L, 1)
-    spreads = []
-    for hidden in encoder.hidden_states(tokens, causal=causal):
-        rest = hidden = hidden.cpu().double() * ordinary  # (B, L, C)
-        for axis in (1, 0):  # the mean of each sequence, then of each position
-            mean = rest.sum(axis, keepdim=True) / ordinary.sum(axis, keepdim=True).clamp(min=1)
-            rest = (rest - mean) * ordinary
-        spreads.append(float((rest.square().sum() / hidden.square().sum()).sqrt()))
-    return spreads
-
-
-def word_pair_similarity(encoder, file):
-    """The mean cosine of two words' embeddings (averaged over a word's tokens) over the lines
-    word<TAB>word<TAB>score of a file. Raises UserError."""
-    cosines = []
-    text = Path(file).read_text(encoding="utf-8")
-    for number, line in enumerate(text.splitlines() or [""], 1):
-        words = line.split("\t")[:-1]
-        if len(words) != 2:
-            raise UserError(f"{file}, line {number} is not word<TAB>word<TAB>score")
-        ids = [encoder.tokenizer.encode_ordinary(" " + word) for word in words]
-        one, two = [encoder.tok.weight[x].mean(0) for x in ids]  # (C,)
-        cosines.append(F.cosine_similarity(one, two, dim=0))
-    return float(torch.stack(cosines).mean())
-
-
-def dynamics(folder, pairs, out_dir, device):  # --dynamics
-    """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
-    and 6), and the spread of its hidden states. Raises UserError, OSError."""
-    folder, table, tokens = Path(folder), [], None
-    checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
-    if not checkpoints:
-        raise UserError(f"{folder} has no ckpt_<step>.pt: train with --keep_every N")
-    for step, file in sorted(checkpoints.items()):
-        model = load_pretraining(file)
-        cfg, encoder = model.encoder.config, model.encoder.to(device)
-        if tokens is None:
-            corpus = run_corpus(model.run_info)
-            tokens = validation_sequences(corpus, DYNAMICS_SEQUENCES, cfg.max_len)
-        hidden = [encoder(x.to(device), causal=model.causal).cpu() for x in tokens.split(16)]
-        table.append({"step": step, **context_cosines(torch.cat(hidden), tokens < cfg.cls_id)})
-        spreads = token_spread(encoder, tokens.to(device), model.causal)
-        table[-1] |= {f"spread {layer}": x for layer, x in enumerate(spreads)}
-        if pairs:
-            table[-1]["word pairs"] = word_pair_similarity(encoder, pairs)
-    steps, *columns = zip(*(row.values() for row in table))
-    panels = []
-    for title, values in zip([*table[0]][1:], columns):
-        curves = {title: (steps, values)}
-        panels.append(dict(title=title, curves=curves, xlabel="step", ylabel="value"))
-    numbers = {"run": str(folder), "sequences": len(tokens), "steps": table}
-    write(out_dir or folder / "dynamics", numbers, {"dynamics.png": panels})
+    write(Path(out_dir or "out/schemes", "probe.json"), {"schemes": table}, {"maps.png": maps})
     print_table(table)
 
 
@@ -782,20 +511,11 @@ def dynamics(folder, pairs, out_dir, device):  # --dynamics
 
 def parse_args(argv=None):
     parser, path = Parser("-m tools.probe", __doc__), os.path.expanduser
-    mode = add_run_flags(parser, "probe and the like, --pe: out/schemes")
+    mode = add_run_flags(parser, "probe, --pe: out/schemes")
     mode("--runs", nargs="+", metavar="GLOB", help="run folders to compare")
     mode("--pe", type=str.lower, help="untrained schemes, such as t5,rope,alibi, or all")
-    mode("--dynamics", type=path, metavar="RUN", help="run with the checkpoints of --keep_every")
-    mode("--terms", nargs="*", type=path, metavar="RUN", help="runs whose logits are split")
-    flag = parser.add_argument
-    flag("--pairs", type=path, help="with --dynamics: file with lines word<TAB>word<TAB>score")
-    flag("--text", help="with --terms: a sentence")
-    args = parser.parse_args(argv)
-    if args.text and args.terms is None:
-        raise UserError("--text needs --terms")
-    if args.pairs and not args.dynamics:
-        raise UserError("--pairs needs --dynamics")
-    return args
+    mode("--dynamics", type=path, metavar="RUN", help="python -m tools.dynamics --ckpt RUN")
+    return parser.parse_args(argv)
 
 
 def main(argv=None):
@@ -807,10 +527,10 @@ def main(argv=None):
             untrained_schemes(args.pe, args.out_dir)
         elif args.runs:
             compare_runs(args.runs, args.out_dir, device)
-        elif args.dynamics:
-            dynamics(args.dynamics, args.pairs, args.out_dir, device)
-        elif args.terms is not None:
-            show_terms(args.terms or [newest_run()], args.text or SENTENCE, args.out_dir)
+        elif args.dynamics:  # its former name, in the rows of results/runs.jsonl
+            from tools.dynamics import dynamics  # imports this file
+
+            dynamics(args.dynamics, None, args.out_dir, device)
         else:
             probe_run(args.ckpt or newest_run(), args.out_dir, device)
 

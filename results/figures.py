@@ -1,0 +1,350 @@
+"""Draws the figures of the pages, 840 pixels wide, from the rows {name: row} of runs.jsonl."""
+
+import statistics
+
+import numpy as np
+
+from lib.files import read_json
+from results.show import (
+    FAMILIES,
+    HERE,
+    copy_baseline,
+    family,
+    scheme_losses,
+    uses_tokens,
+    without_seed,
+)
+from tools.terms import draw_terms
+
+BLUE, ORANGE = FAMILIES["added at the input"][1], FAMILIES["relative offset"][1]
+GRAY, LIGHT = "0.35", "0.92"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": "medium",
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 200,
+}
+SPREAD = "spread (0: tokens cannot be told apart)"
+
+
+def seeds(rows, name):
+    """-> the rows of all seeds of a run."""
+    return [row for run, row in rows.items() if without_seed(run) == name]
+
+
+def panels(title, x, y="", grid=(1, 1), height=4.2):
+    """-> the axes of a new figure, as an array (lines, columns) of panels with the same scales.
+    height: in hundreds of pixels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((8.4, height))
+    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
+    figure.supxlabel(x, size=10)
+    figure.supylabel(y, size=10)
+    return figure.subplots(*grid, sharex=True, sharey=True, squeeze=False)
+
+
+def write(axes, text, xy, shift=(6, 0), **style):
+    """Write a text at a point of the data, shifted to the right and up."""
+    style = dict(textcoords="offset points", va="center") | style
+    axes.annotate(text, xy, shift, annotation_clip=False, **style)
+
+
+def label_ends(axes, ends):
+    """Write names at the ends of their curves, {name: (y, color)}, without overlaps; a line leads
+    from each curve to its name."""
+    axes.margins(x=0.01)
+    axes.get_ylim()  # updates the transformation from data to heights, 0 to 1
+    heights = [(axes.transScale + axes.transLimits).transform((1, y))[1] for y, _ in ends.values()]
+    order = np.argsort(heights)
+    index = 0.05 * np.arange(len(order))
+    free = np.array(heights)[order] - index
+    # The mean of two layouts: one pushes overlapping names up, the other pushes them down.
+    up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
+    for i, height in zip(order, index + (up + down) / 2):
+        name, (_, color) = [*ends.items()][i]
+        style = dict(color=color, transform=axes.transAxes, clip_on=False)
+        axes.plot([1, 1.03], [heights[i], height], lw=0.8, **style)
+        write(axes, name, (1.03, height), (3, 0), xycoords="axes fraction", color=color)
+
+
+def name_families(axes, schemes, x, y):
+    """Write the names of the schemes' families in their colors, from a point in the axes (0 to 1)
+    downward."""
+    for name, color in dict(map(family, schemes)).items():
+        axes.text(x, y, name, color=color, transform=axes.transAxes)
+        y -= 0.065
+
+
+def dots(axes, values, line, color):
+    """A dot for each seed of a horizontal line."""
+    axes.plot(values, [line] * len(values), "o", color=color, alpha=0.6, mew=0, ms=8)
+
+
+def name_lines(axes, names):
+    """Name the lines of a figure, from the top to the bottom."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(left=False)
+    axes.spines["left"].set_visible(False)
+
+
+def draw_ranking(rows):
+    schemes = {pe: losses for pe, losses in scheme_losses(rows).items() if losses[1]}
+    title = (
+        "After 49 million tokens, eight schemes are within .13 nats; BERT's (abs) is .6 behind rope"
+    )
+    return paint_ranking(schemes, title, 4.2)
+
+
+def draw_ranking_all(rows):
+    title = (
+        "After 6 million tokens, schemes only added at the input are not below none; all others are"
+    )
+    return paint_ranking(scheme_losses(rows), title, 7.4)
+
+
+def paint_ranking(schemes, title, height):
+    """The losses of schemes, {pe: (after 6 M tokens, after 49 M)}: the latter beside the former, if
+    all schemes have them. After 49 M, the number is that of the first seed, which all have."""
+    both = all(later for _, later in schemes.values())
+
+    def number(pe, later):
+        return schemes[pe][1][0] if later else statistics.mean(schemes[pe][0])
+
+    order = sorted(schemes, key=lambda pe: number(pe, both))
+    x = "validation loss of mlm (nats); a dot is a seed, the number "
+    x += "that of seed 1337; gray: after 6 M tokens, their mean" if both else "their mean"
+    [[axes]] = panels(title, x, height=height)
+    name_lines(axes, order)
+    for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):
+        name, color = family(pe)
+        tick.set_color(color)
+        axes.axhline(line, color=LIGHT, zorder=0)
+        write(axes, name, (1, line), xycoords=("axes fraction", "data"), color=color)
+        for later, values in enumerate(schemes[pe][: 1 + both]):
+            shade = color if later == both else GRAY
+            dots(axes, values, line, shade)
+            at, shift, align = (min, -7, "right") if later else (max, 7, "left")
+            text = f"{number(pe, later):.2f}"
+            write(axes, text, (at(values), line), (shift, 0), ha=align, color=shade)
+    axes.axvline(number("none", both), color="k", lw=0.8, ls=":", zorder=0)
+    axes.margins(x=0.1)
+    return axes
+
+
+def draw_curves(axes, curves):
+    """Draw {name: (points, scheme)} in the color of the scheme's family, named at their ends."""
+    for points, pe in curves.values():
+        axes.plot(*zip(*points), color=family(pe)[1])
+    ends = {name: (points[-1][1], family(pe)[1]) for name, (points, pe) in curves.items()}
+    label_ends(axes, ends)
+
+
+def draw_plateau(rows):
+    title = "rope, rel, t5 and TUPE learn order within 1,400 steps; abs and sin stay with none"
+    [[axes]] = panels(title, "step (seed 1337)", "training loss of mlm (nats)")
+    schemes = "none abs sin t5 rel tupe_a tupe_r rope".split()
+    draw_curves(axes, {pe: (rows[f"{pe}-s1337"]["curve"], pe) for pe in schemes})
+    name_families(axes, schemes, 0.6, 0.92)
+    return axes
+
+
+def draw_long(rows):
+    title = (
+        "BERT's positions (abs) begin to help after 16 M tokens; after 49 M they are .6 behind rope"
+    )
+    [[axes]] = panels(title, "millions of tokens (seed 1337)", "validation loss of mlm (nats)")
+    axes.set_ylim(2.5, 7.2)  # room for the names
+    curves = {}
+    for row in rows.values():
+        pe, lr, steps, seed = (row["args"][key] for key in ("pe", "lr", "steps", "seed"))
+        if steps == 24000 and seed == 1337:
+            points = [(2048 * step / 1e6, value) for step, value in row["val_curve"]]
+            curves[f"{pe} ({lr:.0e})".replace("e-0", "e-")] = points, pe
+    draw_curves(axes, curves)
+    return axes
+
+
+USED = 0.001  # the tokens are used if random ones raise the loss by more than this
+RANDOM_TOKENS = {
+    "pplm-3e-3": "alone",
+    "pplm-30000": "alone, 30,000 steps",
+    "pplm-5e-4": "alone, RPP's learning rate",
+    "pplm-embeddings": "alone, on mlm's embeddings",
+    "pplm-embeddings-frozen": "the same, frozen",
+    "pplm-random-frozen": "alone, on random embeddings, frozen",
+    "mlm+pplm-mlm.01": "with mlm, weighted .01",
+    "mlm+pplm-mlm.1": "with mlm, weighted .1",
+    "mlm+pplm": "with mlm",
+    "pplm-after-mlm-3e-3": "after mlm",
+    "pplm-after-mlm-5e-4": "after mlm, RPP's learning rate",
+}
+
+
+def cost_of_random_tokens(row):
+    return row["words"]["random"] - row["words"]["true"]
+
+
+def draw_random_tokens(rows):
+    title = (
+        "Alone, position prediction rarely uses the tokens; after mlm or with enough of it, it does"
+    )
+    x = f"what random tokens add to the loss of pplm (nats); a dot is a seed; used: above {USED}"
+    [[axes]] = panels(title, x)
+    name_lines(axes, [*RANDOM_TOKENS.values()])
+    for line, name in enumerate(RANDOM_TOKENS):
+        costs = [cost_of_random_tokens(row) for row in seeds(rows, name)]
+        axes.axhline(line, color=LIGHT, zorder=0)
+        dots(axes, costs, line, ORANGE)
+        text = f"{sum(cost > USED for cost in costs)} of {len(costs)} use them"
+        write(axes, text, (1, line), xycoords=("axes fraction", "data"))
+    axes.margins(x=0.03)
+    return axes
+
+
+def draw_alone(rows):
+    title = (
+        "Position prediction alone ignores the tokens for 20,000 steps; two of ten runs then do not"
+    )
+    [[axes]] = panels(title, "step", "validation loss of pplm (nats)")
+    for row in seeds(rows, "pplm-30000"):
+        used = cost_of_random_tokens(row) > USED
+        axes.plot(*zip(*row["val_curve"]), color=ORANGE if used else BLUE, zorder=3 - used)
+    first, more = rows["pplm-30000-s1337"], rows["pplm-after-30000-s6"]
+    curve = [(30000, rows["pplm-30000-s6"]["val_loss"])]
+    curve += [(30000 + step, value) for step, value in more["val_curve"]]
+    axes.plot(*zip(*curve), "--", color=ORANGE)
+    style = dict(color=ORANGE, ha="right")
+    text = f"seed 1337: uses the tokens\nfrom step {uses_tokens(first)} on"
+    write(axes, text, (24000, 1.4), (-14, 0), **style)
+    text = f"seed 6, trained further\n(dashed): after {uses_tokens(more)} more"
+    write(axes, text, curve[-1], (4, -20), **style)
+    write(axes, "the eight others", (10000, 1.67), color=BLUE)
+    copy = copy_baseline(more)
+    axes.axhline(copy, color="k", lw=1)
+    write(axes, "copy: the lowest loss without using the tokens", (0, copy), (0, -9))
+    return axes
+
+
+def draw_layers(rows):
+    """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
+    title = "In three of nine long runs of pplm alone, the spread rises more than a hundredfold"
+    grid = panels(title, "step; dotted: the tokens begin to lower the loss", SPREAD, (1, 4))
+    colors = ["0.6", "#9ecae1", "#4292c6", "#2171b5", "#08306b"]
+    panel_titles = {
+        "classroom-16-30000-s1": "16 tokens, seed 1",
+        "pplm-30000-s6": "64 tokens, seed 6",
+        "pplm-30000-s9": "64, seed 9: not yet",
+        "pplm-30000-s7": "64, 7: like 4 others",
+    }
+    for axes, (name, panel_title) in zip(grid[0], panel_titles.items()):
+        row = rows[name]
+        more = rows.get(f"pplm-after-{name.removeprefix('pplm-')}", {"spreads": []})
+        table = row["spreads"] + [[30000 + step, *spread] for step, *spread in more["spreads"]]
+        ends, (steps, *layers) = {}, zip(*table)
+        for n, (spread, color) in enumerate(zip(layers, colors)):
+            axes.plot(steps, spread, color=color)
+            ends[f"layer {n}" if n else "embedding"] = spread[-1], color
+        axes.set(yscale="log", title=panel_title, xticks=[0, 15000, 30000])
+    label_ends(axes, ends)
+    first, second = rows["classroom-16-30000-s1"], rows["pplm-after-30000-s6"]
+    for axes, row, start in (grid[0, 0], first, 0), (grid[0, 1], second, 30000):
+        axes.axvline(start + int(uses_tokens(row).replace(",", "")), color="k", ls=":")
+    return axes
+
+
+SPREADS = {
+    "4-layers": "post-LN, 4 layers",
+    "2-layers": "2 layers",
+    "mlm.01": "mlm, weighted .01",
+    "batch-512": "batch 512",
+    "pre": "pre-LN",
+    "1-layers": "1 layer",
+    "mlm.1": "mlm, weighted .1",
+    "last": "RPP's pair head",
+}
+
+
+def draw_spread(rows):
+    title = "Runs that use the tokens (orange) end with a spread above .2, all others below .02"
+    x = "step; 1 of 3: runs that use the tokens; a dot: they begin to lower the loss of pplm alone"
+    grid = panels(title, x, SPREAD, (2, 4))
+    for axes, (name, label) in zip(grid.flat, SPREADS.items()):
+        runs = seeds(rows, f"classroom-16-{name}")
+        using = [cost_of_random_tokens(row) > USED for row in runs]
+        for row, uses in zip(runs, using):
+            steps, *_, spread = zip(*row["spreads"])
+            begins = [f"{step:,}" == uses_tokens(row) for step in steps]
+            axes.plot(steps, spread, "o-", color=ORANGE if uses else BLUE, markevery=begins)
+        axes.set(yscale="log", title=f"{label}: {sum(using)} of {len(runs)}")
+    return axes
+
+
+def draw_lengths(rows):
+    """For each scheme the mean of its seeds."""
+    title = (
+        "On sequences four times as long, t5's loss rises by half a nat; deberta's, alibi's do not"
+    )
+    y = "change of the loss of mlm (nats), mean of 3 seeds"
+    [[axes]] = panels(title, "tokens per sequence (trained on 128)", y)
+    ends, found = {}, {}
+    for row in rows.values():
+        if without_seed(row["run"]).startswith("long-"):
+            found.setdefault(row["args"]["pe"], []).append([*row["lengths"].values()])
+    for pe, losses in found.items():
+        change, color = np.mean(losses, 0), family(pe)[1]
+        axes.plot(["128", "256", "512"], change - change[0], "o-", color=color)
+        ends[pe] = change[-1] - change[0], color
+    label_ends(axes, ends)
+    name_families(axes, ends, 0.05, 0.9)
+    return axes
+
+
+RACERS = {"Roberta": "RoBERTa (abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
+
+
+def draw_race(rows):
+    title = "In twenty minutes ours take 3 to 4 times as many steps: logits at masked tokens only"
+    [[axes]] = panels(title, "minutes of training", "validation loss of mlm (nats)")
+    ends = {}
+    for row in read_json(HERE / "bench-race.json")["rows"]:
+        if row["race"] == 20 and "curve" in row:
+            name = row["name"].removesuffix("ForMaskedLM")
+            pe = name.removeprefix("ours ")
+            curve = [(seconds / 60, loss) for seconds, loss in row["curve"]]
+            color = GRAY if name in RACERS else family(pe)[1]
+            axes.plot(*zip(*curve), "--" if name in RACERS else "-", color=color)
+            ends[RACERS.get(name, f"{pe} (ours)")] = curve[-1][1], color
+    label_ends(axes, ends)
+    text = "dashed: transformers' models, which compute logits at every token"
+    axes.text(0.35, 0.92, text, transform=axes.transAxes)
+    return axes
+
+
+FIGURES = {
+    "ranking.png": draw_ranking,
+    "ranking-all.png": draw_ranking_all,
+    "plateau.png": draw_plateau,
+    "long.png": draw_long,
+    "reading.png": draw_random_tokens,
+    "alone.png": draw_alone,
+    "layers.png": draw_layers,
+    "spread.png": draw_spread,
+    "lengths.png": draw_lengths,
+    "race.png": draw_race,
+}
+
+
+def draw(folder, rows):
+    """Draw the figures of the pages into a folder."""
+    import matplotlib  # only figures need it
+
+    with matplotlib.rc_context(STYLE):
+        for file, paint in FIGURES.items():
+            paint(rows).figure.savefig(folder / file)
+    terms = read_json(HERE / "terms.json")["runs"]  # of tools.terms
+    title = "In abs, the position term varies only at [CLS] and [SEP]; TUPE's favors the next token"
+    title += "\n(abs was trained for longer, because it learns order later)"
+    draw_terms(folder / "terms.png", terms, title)
