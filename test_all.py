@@ -1149,7 +1149,7 @@ def test_a_run_learns_logs_and_saves(run, capsys):
     evaluated = [row for row in rows if "val_loss" in row]
     assert [row["step"] for row in evaluated] == [30, 60] and "val_mlm" in evaluated[0]
     assert evaluated[-1]["val_loss"] < 8 < rows[0]["loss"]
-    names = "ckpt.pt ckpt_20.pt ckpt_40.pt ckpt_60.pt config.json tokenizer.json log.jsonl .lock"
+    names = "ckpt.pt ckpt_20.pt ckpt_40.pt ckpt_60.pt config.json log.jsonl .lock"
     assert {file.name for file in folder.iterdir()} == {*names.split()}
     out = capsys.readouterr().out
     assert out.count("sample: ") == 2 and "with shuffled positions" in out

@@ -302,7 +302,7 @@ def train(args, argv):
     }
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(run.open(step, run_info, corpus.tokenizer))
+            stack.enter_context(run.open(step, run_info))
             epochs = args.steps * sequences_per_step / batches.n
             lines.append(f"folder: {run.path}")
             print_start(run_info, model, sequences_per_step, epochs, reason, lines)

@@ -1,5 +1,5 @@
-"""The folder of a pre-training run: checkpoint, configuration, tokenizer and log; and what is
-printed about it."""
+"""The folder of a pre-training run: checkpoint, configuration and log; and what is printed about
+it."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from lib.weights import load_strict
 
 
 class RunFolder:
-    """ckpt.pt, config.json, tokenizer.json and log.jsonl of a run.
+    """ckpt.pt (with the tokenizer), config.json and log.jsonl of a run.
 
     Raises UserError if the folder holds a checkpoint and `resume` is not given. `checkpoint` is
     what to resume from, or None.
@@ -63,7 +63,7 @@ class RunFolder:
         return step
 
     @contextlib.contextmanager
-    def open(self, step, run_info, tokenizer):
+    def open(self, step, run_info):
         """Lock the folder for the length of the block, and write what describes the run. Log lines
         after `step`, at which it begins or resumes, are dropped: these steps are repeated."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,6 @@ class RunFolder:
             with atomic_write(self.path / "log.jsonl") as handle:
                 handle.write("".join(lines).encode())
             write_json(self.path / "config.json", run_info)
-            write_json(self.path / "tokenizer.json", tokenizer)
             yield
 
     def log(self, row):
