@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 more="--resume ${STEPS:+--steps $STEPS}"
 tune="${STEPS:+--limit_train 64 --epochs 1}"
 mlm=out/docs-demo-tupe_r-mlm-s1337
+pplm=out/docs-pairs-tupe_r-pplm-s1337
 both=out/docs-demo-tupe_r-mlm+pplm-s1337
 
 # Packages. The second line is for figures and the bag of words.
@@ -23,15 +24,18 @@ python train.py --pe tupe_r $more
 # 2. The same with BERT's positions, 3 to 20 minutes: after as many steps it has hardly started.
 python train.py --pe abs $more
 
-# 3. Masked language modeling and position prediction together, 15 to 45 minutes.
-python train.py --pe tupe_r --objective mlm+pplm --pos_rate .15 --n_head 16 --steps 3000 $more
+# 3. Position prediction on sequences of 16 tokens, 4 to 20 minutes; then together with masked language modeling, 15 to 45 minutes.
+python train.py --pe tupe_r --objective pplm $more
+python train.py --pe tupe_r --objective mlm+pplm --preset demo --pos_rate .15 --n_head 16 --steps 3000 $more
 
-# 4. Try both, seconds.
+# 4. Try all three, seconds.
 python -m tools.sample --ckpt $mlm --text 'the number of [MASK] in the array'
+python -m tools.sample --ckpt $pplm --text 'Raises an error if the file does not exist.'
 python -m tools.sample --ckpt $both --text 'It is not possible to use both of these options at the same time.'
 
 # 5. How do they use positions, and do they use the tokens? Seconds each. The last one draws schemes before training.
 python -m tools.probe --ckpt $mlm
+python -m tools.probe --ckpt $pplm
 python -m tools.probe --ckpt $both
 python -m tools.probe --pe t5,rope,alibi
 
