@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.metrics import roc_auc_score
 
 import data
 from model import UNKNOWN_POS
-from test_all import ALL_PE, CLS, MASK, SEP, close, enlarge, pretraining, sequences, tiny
+from objectives import random_tokens, seeded_generator, shuffled_positions
+from test_all import ALL_PE, CLS, MASK, SEP, close, corrupted, enlarge, pretraining, sequences, tiny
 from tests.conftest import log_of, one_line, run_train
 from tools import blimp, dynamics, lengths, probe, terms
 
@@ -86,18 +88,45 @@ def test_terms_are_those_of_the_equation():
             close(term[h], q[:, dims] @ k[:, dims].T / math.sqrt(D))
 
 
-def test_replaced_tokens():
-    """Special tokens stay; random tokens are as frequent as in the text; shuffled sequences keep
-    their tokens in another order."""
-    torch.manual_seed(0)
-    tokens = sequences(500)
-    ordinary = tokens < CLS
-    found = probe.replaced_tokens(tokens, CLS, torch.tensor([1, 1, 1, 2]))
-    assert all(torch.equal(x[~ordinary], tokens[~ordinary]) for x in found.values())
-    drawn, moved = found["random"][ordinary], (found["shuffled"] != tokens)[ordinary]
-    assert set(drawn.tolist()) == {1, 2} and abs((drawn == 1).float().mean() - 0.75) < 0.03
-    assert torch.equal(tokens.sort(1).values, found["shuffled"].sort(1).values)
-    assert 0.8 < moved.float().mean() < 0.95  # one of 10 gets its own position again
+def test_random_tokens_and_shuffled_positions():
+    """Special tokens stay; random tokens are as frequent as in the batch; other tokens get each
+    other's positions, in every sequence in another order."""
+    tokens, generator = sequences(500), torch.Generator().manual_seed(0)
+    tokens[(tokens < CLS) & (tokens > 9)] = 9
+    ordinary, index = tokens < CLS, torch.arange(12).expand(500, -1)
+    drawn = random_tokens(tokens, CLS, generator)
+    assert torch.equal(drawn[~ordinary], tokens[~ordinary])
+    shares = [(x[ordinary] == 9).double().mean() for x in (drawn, tokens)]
+    assert abs(shares[0] - shares[1]) < 0.02 and (drawn != tokens).any()
+    pos = shuffled_positions(ordinary, generator)
+    assert torch.equal(pos[~ordinary], index[~ordinary])
+    assert torch.equal(pos.sort(1).values, index) and len(pos.unique(dim=0)) > 490
+    assert 0.8 < (pos != index)[ordinary].double().mean() < 0.95  # one of 10 keeps its own
+
+
+@pytest.mark.parametrize("name", ["pplm", "pplm_binary"])
+def test_detection_of_moved_tokens_equals_a_loop(name):
+    """A token's confidence is the mean probability, over its pairs in both directions, that the
+    assigned offset is the true one; the AUC is scikit-learn's."""
+    model, tokens, batch = corrupted(name)
+    model.eval().requires_grad_(False)
+    encoder, objective, pos = model.encoder, model.objectives[name], batch["pos"]
+    states = encoder.hidden_states(tokens, pos)
+    p = objective.head.psi(objective.head.scores(encoder, states, pos)).softmax(-1)
+    found = probe.detect_moved(encoder, objective, batch)
+    for b, (confidence, stayed, auc) in enumerate(found):
+        index, expected = batch["eligible"][b].nonzero()[:, 0].tolist(), []
+        for i in index:
+            of_pairs = []
+            for j, k in itertools.permutations(index, 2):
+                if i in (j, k):
+                    label = 1 if name == "pplm_binary" else pos[b, k] - pos[b, j] + 11
+                    of_pairs.append(p[b, j - 1, k - 1, label].item())
+            expected.append(np.mean(of_pairs))
+        assert confidence.tolist() == pytest.approx(expected, abs=1e-6)
+        assert stayed.tolist() == [int(pos[b, i]) == i for i in index]
+        assert auc == pytest.approx(roc_auc_score(stayed, confidence))
+    assert b == len(tokens) - 1
 
 
 def naive_score(model, row):
@@ -170,17 +199,20 @@ def test_losses_of_a_run(runs, corpus, tmp_path):
     assert found["indicators"]["with_specials"]["aiv"] == aiv
     assert {file.stem for file in tmp_path.glob("out/*.png")} == {"map", "vectors", "proximity"}
     model, expected = probe.load_pretraining(runs / "both"), defaultdict(float)
-    text, cls_id = torch.from_numpy(corpus.train.astype(int)), model.encoder.config.cls_id
     for number, tokens in enumerate(probe.validation_batches(corpus, 16)):
         batch, share = model.corrupt(tokens, "validation", number), len(tokens) / 9
+        generator, x = seeded_generator("cpu", "ablation", number), batch["tokens"]
+        pos = shuffled_positions(batch["eligible"], seeded_generator("cpu", "ablation", number))
+        expected["mlm_shuffled"] += share * float(model({**batch, "pos": pos})[1]["mlm"])
         true = {**batch, "pos": torch.arange(16).expand_as(tokens)}
         expected["mlm"] += share * float(model(true)[1]["mlm"])
-        torch.manual_seed(number)
-        replaced = probe.replaced_tokens(batch["tokens"], cls_id, text[text < cls_id])
-        for kind, x in replaced.items():
-            expected[kind] += share * float(model({**batch, "tokens": x})[1]["pplm_binary"])
+        order = shuffled_positions(x < model.encoder.config.cls_id, generator)
+        drawn = random_tokens(x, model.encoder.config.cls_id, generator)
+        for kind, y in (("true", x), ("random", drawn), ("shuffled", x.gather(1, order))):
+            expected[kind] += share * float(model({**batch, "tokens": y})[1]["pplm_binary"])
     assert 0 < found["words"].pop("auc") < 1
-    assert {"mlm": found["mlm"], **found["words"]} == pytest.approx(expected, abs=1e-5)
+    losses = {key: found[key] for key in ("mlm", "mlm_shuffled")}
+    assert losses | found["words"] == pytest.approx(expected, abs=1e-5)
     logged = log_of(runs / "both")[-1]["val_pplm_binary"]
     assert found["words"]["true"] == pytest.approx(logged, abs=1e-4)
 

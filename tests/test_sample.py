@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import roc_auc_score
 
 import finetune
 from lib.files import read_checkpoint
 from lib.restore import best_order, exchange_words
 from model import UNKNOWN_POS
 from results import restore
-from test_all import corrupted, pretraining, sequences
+from test_all import pretraining, sequences
 from tests.conftest import run_train
 from tools import sample
 
@@ -147,31 +146,6 @@ def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
         restore.main([str(runs / "mlm+nsp+pplm+tc"), "--text", str(text)])
         assert capsys.readouterr().out.count(outcome) == 2  # even and odd lines
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize("name", ["pplm", "pplm_binary"])
-def test_detection_of_moved_tokens_equals_a_loop(name):
-    """A token's confidence is the mean probability, over its pairs in both directions, that the
-    assigned offset is the true one; the AUC is scikit-learn's."""
-    model, tokens, batch = corrupted(name)
-    model.eval().requires_grad_(False)
-    encoder, objective, pos = model.encoder, model.objectives[name], batch["pos"]
-    states = encoder.hidden_states(tokens, pos)
-    p = objective.head.psi(objective.head.scores(encoder, states, pos)).softmax(-1)
-    found = sample.detect_moved(encoder, objective, batch)
-    for b, (confidence, stayed, auc) in enumerate(found):
-        index, expected = batch["eligible"][b].nonzero()[:, 0].tolist(), []
-        for i in index:
-            of_pairs = []
-            for j, k in itertools.permutations(index, 2):
-                if i in (j, k):
-                    label = 1 if name == "pplm_binary" else pos[b, k] - pos[b, j] + 11
-                    of_pairs.append(p[b, j - 1, k - 1, label].item())
-            expected.append(np.mean(of_pairs))
-        assert confidence.tolist() == pytest.approx(expected, abs=1e-6)
-        assert stayed.tolist() == [int(pos[b, i]) == i for i in index]
-        assert auc == pytest.approx(roc_auc_score(stayed, confidence))
-    assert b == len(tokens) - 1
 
 
 # {run: {text: a part of what is printed}}

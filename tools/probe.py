@@ -54,13 +54,12 @@ from model import (
     UntiedPositions,
     frequencies,
 )
-from objectives import new_batch, seeded_generator
+from objectives import new_batch, random_tokens, seeded_generator, shuffled_positions
 from tools.output import add_run_flags, output_folder, print_table, write
-from tools.sample import detect_moved, load_pretraining, position_objective
+from tools.sample import load_pretraining, position_objective
 
 MAX_POSITIONS = 128  # positions that are probed, as in Wang 2021
 TIE = 1e-12  # differences below this share of the largest entry are rounding errors
-TRAIN_TOKENS = 10_000_000  # tokens of the training text from which random ones are drawn
 
 
 # --------------------------------------------------------------------------------------------------
@@ -173,6 +172,27 @@ def run_corpus(run_info):
     raise UserError(f"the text of the run ({dataset}) is not prepared in {cache}")
 
 
+def detect_moved(encoder, objective, batch):
+    """Measure how well a position objective detects moved tokens. Yield for each sequence with n
+    eligible tokens: confidence (n,), the probability that a pair's assigned offset is the true one,
+    averaged over all pairs of a token in both directions; stayed (n,) bool; and the AUC of the
+    confidence (ties count 1/2; NaN if all tokens stayed or all moved)."""
+    head, states = objective.head, encoder.hidden_states(batch["tokens"], batch["pos"])
+    scores = head.scores(encoder, states, batch["pos"])  # (B, L-2, L-2, H)
+    for s, pos, eligible in zip(scores, batch["pos"], batch["eligible"]):
+        index = eligible.nonzero()[:, 0]
+        pos = pos[index]
+        assigned = pos - pos[:, None]  # (n, n)
+        label = objective.label(assigned, assigned)  # the class if the assigned offset is true
+        s = s[index - 1][:, index - 1]  # [CLS] has no scores
+        p = head.psi(s).float().softmax(-1)  # (n, n, n_classes)
+        p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
+        confidence = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
+        stayed = pos == index
+        difference = confidence[stayed][:, None] - confidence[~stayed]
+        yield confidence, stayed, float(difference.sign().mean() + 1) / 2
+
+
 @torch.no_grad()
 def token_ablation(model, corpus):
     """The loss of a position objective, in nats, on the validation sequences with the true tokens,
@@ -180,60 +200,48 @@ def token_ablation(model, corpus):
     (the model is left in eval mode), so `true` is the validation loss in the log of a float32 run.
 
     -> {"true", "random", "shuffled", "auc"}; auc: how well moved tokens are detected
-    (tools.sample.detect_moved), None for pmlm.
+    (detect_moved), None for pmlm.
     """
     [(name, objective)] = [x for x in model.objectives.items() if x[1].kind == "position"]
-    encoder = model.encoder
+    encoder, losses, aucs = model.encoder, defaultdict(float), []
     cls_id, device = encoder.config.cls_id, encoder.tok.weight.device
     batches = validation_batches(corpus, encoder.config.max_len)
-    text = torch.from_numpy(corpus.train[:TRAIN_TOKENS].astype(int)).to(device)
-    text, n = text[text < cls_id], sum(map(len, batches))
-    losses, aucs = defaultdict(float), []
     model.eval()
     for number, tokens in enumerate(batches):  # the same corruption as in train.evaluate
         batch = model.corrupt(tokens.to(device), "validation", number)
-        torch.manual_seed(number)
-        for kind, replaced in replaced_tokens(batch["tokens"], cls_id, text).items():
+        tokens, generator = batch["tokens"], seeded_generator(device, "ablation", number)
+        order = shuffled_positions(tokens < cls_id, generator)
+        for kind, replaced in {
+            "true": tokens,
+            "random": random_tokens(tokens, cls_id, generator),
+            "shuffled": tokens.gather(1, order),
+        }.items():
             _, scalars = model({**batch, "tokens": replaced})
-            losses[kind] += float(scalars[name]) * len(tokens) / n
+            losses[kind] += float(scalars[name]) * len(tokens) / sum(map(len, batches))
         if not objective.masks_positions:
             aucs += [auc for *_, auc in detect_moved(encoder, objective, batch)]
     losses["auc"] = float(np.nanmean(aucs)) if aucs else None
     return losses
 
 
-def replaced_tokens(tokens, cls_id, text):
-    """tokens (B, L) -> {"true": unchanged, "random": drawn from text (N,), "shuffled": the
-    sequence's own in random order}, special tokens staying as they are. Uses the global
-    generator."""
-    special = tokens >= cls_id
-    random = text[torch.randint_like(tokens, len(text))]
-    # Both sorts are stable and put special tokens last, in their own order. So the others get
-    # each other's indices at random, and special tokens their own.
-    draws = torch.rand_like(tokens, dtype=torch.float).masked_fill(special, 2.0)
-    source = draws.argsort(stable=True)
-    target = special.long().argsort(stable=True)
-    return {
-        "true": tokens,
-        "random": torch.where(special, tokens, random),
-        "shuffled": tokens.scatter(1, target, tokens.gather(1, source)),
-    }
-
-
 @torch.no_grad()
-def mlm_loss(model, corpus):
+def mlm_losses(model, corpus):
     """The loss of mlm, in nats, on the validation sequences at true positions, whatever else the
-    objective corrupts, so that mlm and mlm+pplm can be compared. Without autocast and dropout."""
+    objective corrupts, so that mlm and mlm+pplm can be compared; and at shuffled positions. Without
+    autocast and dropout -> {"mlm", "mlm_shuffled"}."""
     encoder, mlm = model.encoder, model.objectives["mlm"]
-    batches, total = validation_batches(corpus, encoder.config.max_len), 0
+    batches, losses = validation_batches(corpus, encoder.config.max_len), defaultdict(float)
     model.eval()
     for number, tokens in enumerate(batches):
         tokens = tokens.to(encoder.tok.weight.device)
         batch = new_batch(tokens, encoder.config.vocab_size)
         mlm.corrupt(batch, seeded_generator(tokens.device, "validation", number, "mlm"))
-        loss, _ = mlm.loss(encoder, encoder(batch["tokens"]), batch)
-        total += float(loss) * len(tokens)
-    return total / sum(map(len, batches))
+        for kind in ("mlm", "mlm_shuffled"):
+            if kind == "mlm_shuffled":
+                mlm.ablate(batch, seeded_generator(tokens.device, "ablation", number))
+            loss, _ = mlm.loss(encoder, encoder(batch["tokens"], batch.get("pos")), batch)
+            losses[kind] += float(loss) * len(tokens) / sum(map(len, batches))
+    return losses
 
 
 def token_spread(encoder, tokens, causal=False):
@@ -355,7 +363,7 @@ def examine(path, device):
     its map A (L, L), and the numbers for probe.json. Raises UserError, OSError."""
     model = load_pretraining(path)
     losses = {"words": dict.fromkeys(("true", "random", "shuffled", "auc"))}
-    losses |= {"mlm": None, "spread": None}
+    losses |= {"mlm": None, "mlm_shuffled": None, "spread": None}
     try:
         corpus = run_corpus(model.run_info)
     except (UserError, OSError) as error:
@@ -367,7 +375,7 @@ def examine(path, device):
         if position_objective(model):
             losses["words"] = token_ablation(model, corpus)
         if "mlm" in model.objectives:
-            losses["mlm"] = mlm_loss(model, corpus)
+            losses |= mlm_losses(model, corpus)
     model.cpu().double()  # in this order: an Apple GPU has no float64
     logits, A = identical_word_maps(model.encoder, probe_words(model.encoder), model.causal)
     A = A.mean(0)  # average first, then compute the indicators
@@ -403,7 +411,8 @@ def probe_run(path, out_dir, device):  # --ckpt
             *(f"{x:.2g}" for x in numbers["spread"]),
         )
     if numbers["mlm"] is not None:
-        print(f"mlm loss at true positions: {numbers['mlm']:.3f}")
+        true, shuffled = numbers["mlm"], numbers["mlm_shuffled"]
+        print(f"mlm loss: {true:.3f} at true positions, {shuffled:.3f} at shuffled ones")
 
 
 def task_scores(folder, step):

@@ -138,27 +138,6 @@ def correct_pairs(order) -> int:
     return int((first < second).sum())
 
 
-def detect_moved(encoder, objective, batch):
-    """Measure how well a position objective detects moved tokens. Yield for each sequence with n
-    eligible tokens: confidence (n,), the probability that a pair's assigned offset is the true one,
-    averaged over all pairs of a token in both directions; stayed (n,) bool; and the AUC of the
-    confidence (ties count 1/2; NaN if all tokens stayed or all moved)."""
-    head, states = objective.head, encoder.hidden_states(batch["tokens"], batch["pos"])
-    scores = head.scores(encoder, states, batch["pos"])  # (B, L-2, L-2, H)
-    for s, pos, eligible in zip(scores, batch["pos"], batch["eligible"]):
-        index = eligible.nonzero()[:, 0]
-        pos = pos[index]
-        assigned = pos - pos[:, None]  # (n, n)
-        label = objective.label(assigned, assigned)  # the class if the assigned offset is true
-        s = s[index - 1][:, index - 1]  # [CLS] has no scores
-        p = head.psi(s).float().softmax(-1)  # (n, n, n_classes)
-        p = p.gather(-1, label[..., None])[..., 0].fill_diagonal_(0)
-        confidence = (p.sum(0) + p.sum(1)) / (2 * len(p) - 2)
-        stayed = pos == index
-        difference = confidence[stayed][:, None] - confidence[~stayed]
-        yield confidence, stayed, float(difference.sign().mean() + 1) / 2
-
-
 # --------------------------------------------------------------------------------------------------
 # What is printed
 
