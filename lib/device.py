@@ -4,7 +4,6 @@ import ctypes
 import os
 import platform
 import re
-import resource  # peak memory of a process
 import subprocess
 import sys
 import warnings
@@ -13,6 +12,11 @@ from pathlib import Path
 import torch
 
 from lib.config import UserError
+
+try:
+    import resource  # peak memory of a process
+except ModuleNotFoundError:  # Windows has none
+    resource = None
 
 
 def processor_name(device_type):
@@ -116,9 +120,11 @@ def peak_flops(device):
 
 
 def peak_memory_mb(device):
-    """Peak memory of this process in MiB."""
+    """Peak memory of this process in MiB; 0 on Windows, where it is not measured."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
+    if resource is None:
+        return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

@@ -105,7 +105,8 @@ def catch_signals():
             os._exit(128 + number)
         received["number"] = number
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGINT)}
+    for number in numbers:  # Windows has no SIGHUP
         if signal.getsignal(number) != signal.SIG_IGN:
             previous[number] = signal.signal(number, handler)
     try:
@@ -124,7 +125,8 @@ def format_row(row, names, steps, baselines):
     text += f"  {row['tokens_per_s'] / 1e3:.1f}k tokens/s"
     if "mfu" in row:
         text += f"  MFU {100 * row['mfu']:.0f}%"
-    text += f"  {row['peak_mem_mb'] / 1024:.1f} GB"
+    if row["peak_mem_mb"]:
+        text += f"  {row['peak_mem_mb'] / 1024:.1f} GB"
     if "val_loss" in row:
         text += f"  val_loss {row['val_loss']:.4f}"
         for name in names:
@@ -181,12 +183,12 @@ def print_summary(folder, row, model, args, pairs, baselines, seconds):
             print(f"  with {objective.ablation} {ablated:.3f}: {verdict}")
             if not used:
                 print(f"  try {remedy(objective, args, pairs)}")
-    run, kinds = shlex.quote(str(folder)), {x.kind for x in model.objectives.values()}
+    run, kinds = shlex.quote(folder.as_posix()), {x.kind for x in model.objectives.values()}
     text = ""
     if "position" in kinds:
-        text = " --text 'Raises an error if the file does not exist.'"
+        text = ' --text "Raises an error if the file does not exist."'
     elif "mlm" in model.names:
-        text = " --text 'Returns the [MASK] of the array.'"
+        text = ' --text "Returns the [MASK] of the array."'
     print(f"next: python -m tools.sample --ckpt {run}{text}")
     print(f"      python -m tools.probe --ckpt {run}          (how it uses positions and tokens)")
     print(f"      python finetune.py --task docs --ckpt {run}")

@@ -50,7 +50,7 @@ def main(argv=None):
         model = sample.load_pretraining(args.ckpt)
         if not {"pplm", "pplm_some"} & set(model.names):
             raise UserError(f"{args.ckpt} was trained with {'+'.join(model.names)}, without pplm")
-        with open(args.text) as handle:
+        with open(args.text, encoding="utf-8") as handle:
             sentences = [line.strip() for line in handle]
         for half in (0, 1):
             rng, found = random.Random(half), Counter()

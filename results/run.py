@@ -110,7 +110,7 @@ def fine_tunings(tuned, steps):
 def commands(table, name, root=OUT):
     """-> {part of a row: command}, as one would type them. root: the folder of the runs."""
     home, flags = find(name)
-    out, tuned = root / name, TABLES[table][name][1]
+    out, tuned = (root / name).as_posix(), TABLES[table][name][1]
     if home in WEB:
         flags += ' --dataset "$TEXT" --tokenizer bpe'
     parts = {"train": f"python train.py {flags} --resume --out_dir {out}"}
@@ -129,7 +129,7 @@ def commands(table, name, root=OUT):
     for task, given, share, step in fine_tunings(tuned, steps):
         if task != "docs" and ("GLUE" in os.environ or table not in PAPERS):
             given += ' --data_dir "$GLUE"'
-        start, to = (out, out) if share == "1" else (out / f"ckpt_{step}.pt", out / f"at_{share}")
+        start, to = (out, out) if share == "1" else (f"{out}/ckpt_{step}.pt", f"{out}/at_{share}")
         command = f"python finetune.py --task {task} {given} --ckpt {start} --out_dir {to}"
         parts[task if share == "1" else f"{task} at {share}"] = command
     return parts
@@ -148,11 +148,11 @@ def call(command, folder):
     CommandFailed."""
     print(command)
     folder.mkdir(parents=True, exist_ok=True)
-    command = command.replace("python", shlex.quote(sys.executable), 1)
+    _, *words = [os.path.expandvars(word) for word in shlex.split(command)]
     with open(folder / "run.log", "a") as log:
-        code = subprocess.run(command, shell=True, stdout=log, stderr=log).returncode
+        code = subprocess.run([sys.executable, *words], stdout=log, stderr=log).returncode
     if code:
-        why = (folder / "run.log").read_text().strip().rpartition("\n")[2]
+        why = (folder / "run.log").read_text(errors="replace").strip().rpartition("\n")[2]
         raise CommandFailed(f"{folder.name} ended with {code}: {why}")
 
 
@@ -171,7 +171,7 @@ def train_run(name, more, root=OUT):
     """Train a run, after those that it is initialized from. An existing run is resumed;
     train.py refuses if its flags differ."""
     command = commands(find(name)[0], name, root)["train"] + more
-    for start in re.findall(rf"--init_\w+ {OUT}/(\S+)", command):
+    for start in re.findall(rf"--init_\w+ {OUT.as_posix()}/(\S+)", command):
         train_run(start, more)
     run_parts(root / name, {"train": command})
 
@@ -278,8 +278,9 @@ def run_first(more):
         print(f"{line['scheme']}: {line['loss']}")
     print()
     print_table(sorted(lines, key=lambda line: float(line["loss"])))
-    call(f"python -m tools.probe --runs '{root}/docs-*' --out_dir {root}/probe", root)
-    print(f"\nattention maps of all of them: {root}/probe/maps.png")
+    out = root.as_posix()
+    call(f"python -m tools.probe --runs '{out}/docs-*' --out_dir {out}/probe", root)
+    print(f"\nattention maps of all of them: {out}/probe/maps.png")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -252,10 +252,10 @@ def make_copy(name, folder):
     if folder.exists():
         raise UserError(f"{folder} exists already: give another folder, or delete it")
     copy_files(folder, *CORE)
-    source = (ROOT / exercise.file).read_text()
+    source = (ROOT / exercise.file).read_text(encoding="utf-8")
     for method in exercise.methods:
         source = blank(source, method, exercise)
-    (folder / exercise.file).write_text(source)
+    (folder / exercise.file).write_text(source, encoding="utf-8")
     (folder / "exercise.txt").write_text(name)
 
 
@@ -414,7 +414,7 @@ def main(argv=None):
         make_copy(args.name, folder)
         exercise = EXERCISES[args.name]
         print(f"Write {' and '.join(exercise.methods)} in {folder / exercise.file}, then run")
-        print(f"python -m teach.exercises --grade {shlex.quote(str(folder))}")
+        print(f"python -m teach.exercises --grade {shlex.quote(folder.as_posix())}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +135,6 @@ def test_what_the_summary_says(capsys):
         args = train.parse_args(["--objective", "mlm+pplm", *flags.split()])
         row = dict(zip(names, map(float, losses.split())))
         model = train.build_model(args, 8192, None)
-        print_summary("out/run", row, model, args, train.PRESETS["pairs"], values, 60.0)
+        print_summary(Path("out/run"), row, model, args, train.PRESETS["pairs"], values, 60.0)
         printed = capsys.readouterr().out
         assert all(part in printed for part in expected.split("; ")), printed

@@ -16,7 +16,16 @@ import torch
 import train
 from lib.files import lock
 from test_all import let_overflow
-from tests.conftest import ROOT, exit_code, log_of, one_line, refuses, train_flags, weights
+from tests.conftest import (
+    ROOT,
+    exit_code,
+    log_of,
+    one_line,
+    refuses,
+    train_flags,
+    weights,
+    write_corpus,
+)
 from tools.sample import load_pretraining
 
 
@@ -165,6 +174,59 @@ def test_signals(run, tmp_path, monkeypatch, capsys, name):
     finally:
         signal.signal(number, before)
     assert weights(tmp_path / "ignored")["step"] == 5
+
+
+# What Windows does not have, or does not allow, is removed; then programs are run.
+WINDOWS = """import importlib, os, signal, sys
+import datasets, filelock, torch  # they may use what is removed
+for name in ("resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None  # an import of it raises ModuleNotFoundError
+there = "SIG_DFL SIG_IGN SIGABRT SIGFPE SIGILL SIGINT SIGSEGV SIGTERM".split()
+for name in [name for name in vars(signal) if name.startswith("SIG") and name not in there]:
+    delattr(signal, name)
+replace = os.replace
+
+def replace_closed(*files):
+    opened = {os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")}
+    assert not opened & {os.path.realpath(file) for file in files}
+    replace(*files)
+
+os.replace = replace_closed
+for command in sys.argv[1:]:
+    program, *flags = command.split("|")
+    try:
+        importlib.import_module(program).main(flags)
+    except SystemExit as end:
+        assert not end.code, command
+"""
+
+
+@pytest.mark.slow
+def test_without_what_windows_lacks(cache, tmp_path):
+    """Every program prints its help, and a model is trained, fine-tuned and probed without the
+    modules and signals that Windows lacks, without replacing an open file, in a console that cannot
+    print every character, and where files are not UTF-8 unless it is said."""
+    files = [file for file in ROOT.glob("*/*.py") if "def main(argv" in file.read_text()]
+    names = [f"{file.parent.name}.{file.stem}" for file in files if file.parent.name != "tests"]
+    commands = [f"{name}|--help" for name in ["train", "finetune", "data", *names]]
+    file, out, text = write_corpus(tmp_path / "text.jsonl"), tmp_path / "out", tmp_path / "lines"
+    flags = train_flags(
+        file, cache, out, "--steps", 6, "--keep_every", 3, "--objective", "mlm+pplm"
+    )
+    text.write_text("na\u00efve \u6f22 owls\n", encoding="utf-8")
+    (tmp_path / "CoLA").mkdir()
+    for split in ("train", "dev"):
+        rows = "x\t1\t\tIt is \u6f22.\nx\t0\t*\tSo it is is.\n"
+        (tmp_path / "CoLA" / f"{split}.tsv").write_text(rows, encoding="utf-8")
+    tune = f"--task cola --data_dir {tmp_path} --ckpt {out} --epochs 1 --limit_train 2".split()
+    commands += ["|".join(["train", *flags]), "|".join(["finetune", *tune])]
+    commands += [f"tools.probe|--ckpt|{out}", f"results.restore|{out}|--text|{text}"]
+    env = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    env |= {"PYTHONIOENCODING": "cp1252", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WINDOWS, *commands]
+    ended = subprocess.run(command, env=os.environ | env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert log_of(out)[-1]["peak_mem_mb"] == 0 and (out / "finetuned-cola.pt").exists()
 
 
 @pytest.mark.slow

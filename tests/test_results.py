@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+from pathlib import PureWindowsPath
 
 import matplotlib
 import pytest
@@ -29,6 +30,7 @@ def test_tables_and_rows_agree(monkeypatch, capsys):
     for table, runs in run.TABLES.items():
         for name in runs:
             parts = run.commands(table, name)
+            assert parts == run.commands(table, name, PureWindowsPath(run.OUT))
             if table not in run.PAPERS:
                 made = json.dumps(rows[name]["commands"])
                 made = json.loads(made.replace("probe --dynamics", "dynamics --ckpt"))
@@ -123,8 +125,10 @@ def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(run, "ROWS", tmp_path / "none.jsonl")
         assert "$TEXT" in one_line(capsys, run.main, ["schemes"])
-    with pytest.raises(run.CommandFailed, match="b ended with 3: why$"):
-        run.call("python -c \"print('why'); exit(3)\"", tmp_path / "b")
+    monkeypatch.setenv("TEXT", r"C:\my texts\*.txt")  # no shell changes a path
+    with pytest.raises(run.CommandFailed, match=r"b ended with 3: C:.my texts.\*.txt$"):
+        run.call('python -c "import sys; print(sys.argv[1]); exit(3)" "$TEXT"', tmp_path / "b")
+    monkeypatch.delenv("TEXT")
     monkeypatch.setenv("BLIMP", "x")
     monkeypatch.setattr(run, "call", lambda *args: pytest.fail("a command was run"))
     monkeypatch.setattr(run, "OUT", tmp_path)
