@@ -1,6 +1,7 @@
 """Draws the figures of the pages, 840 pixels wide, from the rows {name: row} of runs.jsonl."""
 
 import statistics
+from functools import partial
 
 import numpy as np
 
@@ -90,25 +91,15 @@ def name_lines(axes, names):
     axes.spines["left"].set_visible(False)
 
 
-def draw_ranking(rows):
-    schemes = {pe: losses for pe, losses in scheme_losses(rows).items() if losses[1]}
-    title = (
-        "After 49 million tokens, eight schemes are within .13 nats; BERT's (abs) is .6 behind rope"
-    )
-    return paint_ranking(schemes, title, 4.2)
-
-
-def draw_ranking_all(rows):
-    title = (
-        "After 6 million tokens, schemes only added at the input are not below none; all others are"
-    )
-    return paint_ranking(scheme_losses(rows), title, 7.4)
-
-
-def paint_ranking(schemes, title, height):
-    """The losses of schemes, {pe: (after 6 M tokens, after 49 M)}: the latter beside the former, if
-    all schemes have them. After 49 M, the number is that of the first seed, which all have."""
-    both = all(later for _, later in schemes.values())
+def draw_ranking(rows, both=True):
+    """The losses after 6 M tokens, of all schemes; both: beside those after 49 M, of the schemes
+    that have them. After 49 M, the number is that of the first seed, which all have."""
+    schemes = {pe: x for pe, x in scheme_losses(rows).items() if x[1] or not both}
+    title = "After 6 million tokens, schemes only added at the input are not below none; "
+    title += "all others are"
+    if both:
+        title = "After 49 million tokens, eight schemes are within .13 nats; "
+        title += "BERT's (abs) is .6 behind rope"
 
     def number(pe, later):
         return schemes[pe][1][0] if later else statistics.mean(schemes[pe][0])
@@ -116,7 +107,7 @@ def paint_ranking(schemes, title, height):
     order = sorted(schemes, key=lambda pe: number(pe, both))
     x = "validation loss of mlm (nats); a dot is a seed, the number "
     x += "that of seed 1337; gray: after 6 M tokens, their mean" if both else "their mean"
-    [[axes]] = panels(title, x, height=height)
+    [[axes]] = panels(title, x, height=4.2 if both else 7.4)
     name_lines(axes, order)
     for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):
         name, color = family(pe)
@@ -325,7 +316,7 @@ def draw_race(rows):
 
 FIGURES = {
     "ranking.png": draw_ranking,
-    "ranking-all.png": draw_ranking_all,
+    "ranking-all.png": partial(draw_ranking, both=False),
     "plateau.png": draw_plateau,
     "long.png": draw_long,
     "reading.png": draw_random_tokens,
