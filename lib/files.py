@@ -112,7 +112,6 @@ def newest_run():
     file = max(Path("out").glob("*/ckpt.pt"), key=os.path.getmtime, default=None)
     if file is None:
         raise UserError(
-            "no checkpoint under out/: pre-train a model first (python train.py), "
-            "or give one with --ckpt"
+            "no checkpoint under out/: pre-train a model first (python train.py), or give its path"
         )
     return str(file.parent)
