@@ -164,14 +164,16 @@ def test_the_actions(make_run, tmp_path):
         const texts = (selector) => all(selector).map((x) => x.textContent);
         $("mask-text").value = "<b>the</b> quick brown fox.";
         click("#mask form button");
+        const masked = ["#first", "#second"].map((x) => texts(`${x} button`).indexOf("[MASK]"));
         click("#first button", 2);
-        const seen = [texts("#first button"), all("#first b").length];
-        click("#second button", 0);
-        click("#second button", 3);
+        const seen = [texts("#first button"), all("#first b").length, masked];
         seen.push(texts("#second button"), $("verdict").textContent, texts("#first-words li"));
         seen.push(texts("#second-words li"));
         click("#switch input", 1);
-        seen.push($("meaning").textContent, $("verdict").textContent.includes("overlap"));
+        const overlap = $("verdict").textContent.includes("overlap");
+        click("#second button", 2);
+        click("#second button", 3);
+        seen.push($("meaning").textContent, overlap, $("verdict").textContent);
         $("order-text").value = "the quick fox jumps over a lazy dog";
         click("#order form button");
         click("#shuffle");
@@ -183,16 +185,119 @@ def test_the_actions(make_run, tmp_path):
         cell = [0, 10]; // the offset 0
         $("map").dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowDown" }));
         return [...seen, $("cell").textContent];"""
-    first, elements, second, verdict, p, q, meaning, overlap, *rest = in_browser(
-        tmp_path, runs, script
-    )
+    first, elements, masked, second, verdict, p, q, *rest = in_browser(tmp_path, runs, script)
     assert first == ["<b>the</b>", "quick", "[MASK]", "fox", "."] and elements == 0
-    assert second == ["fox", ".", "[MASK]", "<b>the</b>", "quick"]  # two exchanges
+    assert masked == [3, 3]  # "fox": the last content word
+    assert second == ["fox", "quick", "[MASK]", "<b>the</b>", "."]  # [MASK] stays where it is
     assert verdict.startswith("Identical") and p == q and len(p) == 5
-    assert "adds a learned vector" in meaning and overlap
-    moved, colored, order, said, attended, maps, cell = rest
+    meaning, overlap, verdict, moved, colored, order, said, attended, maps, cell = rest
+    assert "adds a learned vector" in meaning and overlap and "You moved [MASK]" in verdict
     assert moved == colored == 2 and order == list(range(8)) and said
     assert attended == [True, True] and maps == 2 and "position 2 attends to offset 0" in cell
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_texts_and_drops(make_run, tmp_path):
+    """A text that is cut or too short leads to a note. What is dropped on a word exchanges it only
+    if it is a word of the same list. "The" and "the" are the same word in a restored sentence."""
+    script = """
+        const type = (text) => {
+            $("mask-text").value = text;
+            document.querySelector("#mask form button").click();
+            return [mask.words.length, document.querySelector("#mask .note").textContent];
+        };
+        const texts = ["one", "the dog saw the cat", "the dog ".repeat(200), "長い".repeat(200)];
+        const typed = texts.map((text) => type(text));
+        const drop = (to, from) => {
+            const event = (type, dataTransfer) => new DragEvent(type, { dataTransfer });
+            const given = new DataTransfer(), list = from.list && $(from.list);
+            if (list) list.querySelectorAll("button")[1].dispatchEvent(event("dragstart", given));
+            else given.setData(from.type, from.text);
+            $(to).querySelectorAll("button")[3].dispatchEvent(event("drop", given));
+        };
+        type("a quick fox [MASK] over dogs");
+        use_sentence([" The", " dog", " saw", " the", " cat"]);
+        const state = () => [...mask.second, ...sentence.order].join(" ");
+        const before = state(), own = "application/x-word-of-second";
+        for (const text of ["hello", "1", "", "99", "-1", "1.5", "length"])
+            for (const type of ["text/plain", own, "application/x-word-of-sentence"])
+                if (type === "text/plain" || text !== "1") drop("second", { type, text });
+        drop("second", { list: "sentence" });
+        const same = state() === before;
+        drop("sentence", { list: "sentence" });
+        const dropped = [...sentence.order];
+        set_order([3, 1, 2, 0, 4]);
+        const classes = [...$("sentence").querySelectorAll("button")].map((x) => x.className);
+        return [typed, same, dropped, classes.join("")];"""
+    typed, same, dropped, classes = in_browser(tmp_path, [make_run("a")], script)
+    (_, short), fine, (n, cut), (_, long) = typed
+    assert short and fine == [5, ""] and n > 5 and "cut after" in cut and "too long" in long
+    assert same and dropped == [0, 3, 2, 1, 4] and classes == ""
+
+
+@pytest.mark.slow
+@needs_chromium
+@pytest.mark.parametrize("block_size", [4, 6, 10])
+def test_small_models(run, tmp_path, block_size):
+    """Every control works where only a few words fit, or none."""
+    flags = f"--steps 1 --pe rope --objective mlm+pplm --block_size {block_size}"
+    flags += " --mask_rate .9 --pos_rate .9"
+    script = """
+        for (const selector of ["#first button", "#second button", "#sentence button", "#shuffle",
+            "#restore", ".examples button", "#positions-only", "#example", "#switch input"])
+            for (const x of document.querySelectorAll(selector)) x.click();
+        const empty = () => mask.words.length || !$("verdict").textContent;
+        return new Promise((done) => setTimeout(() => done(Boolean(empty())), 300));"""
+    assert in_browser(tmp_path, [str(run("a", flags))], script)
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_back_to_the_page(make_run, tmp_path):
+    """After a visit elsewhere, what the controls say is what is shown. All names are different. In
+    a small window, nothing covers a title."""
+    runs = [make_run(name, "--pe t5") for name in ("a", "b")] + [make_run("c", "--pe rope")]
+    page.main([*runs, str(tmp_path / "page.html")])
+    browser = Browser(tmp_path / "page.html")
+    settled = "new Promise((f) => setTimeout(f, 500))"
+    names = browser.run("runs.map((run) => run.name)")
+    assert names == ["t5, mlm+pplm, a", "t5, mlm+pplm, b", "rope"]
+    size = {"width": 320, "height": 256, "deviceScaleFactor": 1, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    title = browser.run(
+        """(() => {
+            $("order-title").scrollIntoView();
+            const { x, y } = $("order-title").getBoundingClientRect();
+            return [document.elementFromPoint(x + 9, y + 9).id, document.body.scrollWidth];
+        })()"""
+    )
+    assert title == ["order-title", 320]
+    browser.run(
+        """for (const [id, value] of [["layer", 1], ["head", 2]]) $(id).value = value;
+        document.querySelectorAll("input[type=radio]").forEach((x, n) => n % 3 !== 1 || x.click());
+        $("positions-only").click();
+        document.querySelectorAll("input[type=text]").forEach((x) => (x.value = "other"));"""
+    )
+    entry = browser.call("Page.getNavigationHistory")["entries"][-1]["id"]
+    browser.call("Page.navigate", url="about:blank")
+    browser.run(settled)
+    browser.call("Page.navigateToHistoryEntry", entryId=entry)
+    browser.run(settled)
+    controls = browser.run(
+        """(() => {
+            const all = (id) => [...$(id).querySelectorAll("input")];
+            const checked = (id) => all(id).findIndex((x) => x.checked);
+            return [checked("switch"), checked("pair-switch"), $("positions-only").checked,
+                $("layer").value, $("head").value, $("mask-text").value];
+        })()"""
+    )
+    state = browser.run(
+        """[runs.indexOf(current), runs.filter((run) => run.position).indexOf(pair_run),
+            !$("caption").textContent.startsWith("How much"), "0", "", EXAMPLES.other.mask[0]]"""
+    )
+    browser.close()
+    assert controls == state and browser.errors == []
 
 
 def test_half_checkpoint(run, corpus, tmp_path):
@@ -223,8 +328,11 @@ def test_wrong_input_is_one_line(make_run, tmp_path, monkeypatch, capsys):
         (["tuned.pt", "page.html"], "is fine-tuned"),
         ([fine, f"{fine}/ckpt.pt"], "cannot write"),
         ([fine, fine, "small.pt"], "from one RUN"),
+        ([fine, f"{fine}/ckpt.pt", "page.html"], "given twice"),
+        (["page.html"], "no checkpoint under out/"),
     ):
-        assert message in one_line(capsys, page.main, arguments)
+        error = one_line(capsys, page.main, arguments)
+        assert message in error and "--" not in error  # it has no flag for a run
     assert not (tmp_path / "page.html").exists()
     for objective, pe, change, message in (
         ("mlm", "abs+rel_k", {}, "no JavaScript for RelativeKeys.scores"),

@@ -140,8 +140,7 @@ def record(browser):
     if others:
         n = names.index(others[0])
         show(f"choose(runs[{n}])", 3000, f"$('switch').querySelectorAll('input')[{n}]")
-    if browser.run("pair_run() !== undefined"):
-        browser.run("choose(pair_run())")
+    if browser.run("pair_run !== undefined"):
         if not browser.run(SHUFFLE):
             raise UserError("the model restores none of 100 shuffles of the first sentence")
         browser.run("$('shuffle').focus()")

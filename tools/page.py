@@ -37,6 +37,7 @@ from model import Component, Positions, parse_pe
 from tools.sample import load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
+ROOT = SOURCE.parent.parent  # of the repository: a page inside it has links to its pages
 MARK = '<script type="application/json" id="data">null</script>'
 MAX_TOKENS = 64  # of a sentence in the page, with [CLS] and [SEP]
 TEXTS = {"docs": "the documentation of Python packages", "wikibooks": "Wikipedia and books"}
@@ -196,21 +197,35 @@ def describe_run(model, args):
     }
 
 
+def fill(page):
+    """The data of a page -> its HTML."""
+    data = json.dumps(page)
+    data = data.replace("</", r"<\/").replace("<!", r"<\u0021")  # "</script>" ends the data
+    return SOURCE.read_text(encoding="utf-8").replace(MARK, MARK.replace("null", data))
+
+
 def page_text(paths, args):
     """Paths of runs -> the HTML of their page. Raises UserError."""
+    files = [Path(path).resolve() for path in paths]
+    files = [path.parent if path.name == "ckpt.pt" else path for path in files]
+    if len(set(files)) < len(files):
+        raise UserError("a RUN is given twice")
+    top = os.path.commonpath([path.parent for path in files])
     runs, tokenizers = [], []
-    for path in paths:
+    for path, name in zip(paths, files):
         model = load_pretraining(path)
         check(path, model)
         ranks = model.run_info["tokenizer"]["mergeable_ranks"]
         tokens = [token.decode("latin-1") for token in sorted(ranks, key=ranks.get)]
         if tokens not in tokenizers:
             tokenizers.append(tokens)
-        runs.append(describe_run(model, args) | {"tokenizer": tokenizers.index(tokens)})
+        more = {"tokenizer": tokenizers.index(tokens), "file": os.path.relpath(name, top)}
+        runs.append(describe_run(model, args) | more)
     page = {"runs": runs, "tokenizers": tokenizers, "restores": args.restores, "margin": MARGIN}
-    data = json.dumps(page)
-    data = data.replace("</", r"<\/").replace("<!", r"<\u0021")  # "</script>" ends the data
-    return SOURCE.read_text(encoding="utf-8").replace(MARK, MARK.replace("null", data))
+    folder = Path(args.file).resolve().parent
+    if folder.is_relative_to(ROOT):
+        page["root"] = os.path.relpath(ROOT, folder)
+    return fill(page)
 
 
 def half_checkpoint(path):
