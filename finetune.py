@@ -50,7 +50,7 @@ from lib.run import broken
 from lib.sources import DOCS_LIBRARIES
 from lib.squad import SQUAD, SQUAD_V2
 from lib.weights import load_strict, warm_start
-from model import Encoder, EncoderConfig, init_weights
+from model import Encoder, EncoderConfig, linear
 
 EVAL_TOKENS = 16384  # tokens per batch in evaluation
 LIBRARY_NAMES = re.compile(
@@ -230,10 +230,9 @@ class Classifier(nn.Module):
         super().__init__()
         task, C = TASKS[name], encoder.config.d_model
         self.encoder, self.name, self.kind, self.length = encoder, name, task.kind, length
-        dense = [] if task.kind == "span" else [nn.Dropout(0.1), nn.Linear(C, C), nn.Tanh()]
+        dense = [] if task.kind == "span" else [nn.Dropout(0.1), linear(C, C), nn.Tanh()]
         n_out = len(task.classes) or {"score": 1, "span": 2}[task.kind]
-        self.head = nn.Sequential(*dense, nn.Dropout(0.1), nn.Linear(C, n_out))
-        self.head.apply(init_weights)
+        self.head = nn.Sequential(*dense, nn.Dropout(0.1), linear(C, n_out))
 
     def forward(self, tokens, pad):
         """tokens (B, L) int64, pad (B, L) bool or None -> (B, n_classes) logits, (B,) scores, or

@@ -63,9 +63,9 @@ legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` 
 joined with "+": its scale or its reset of [CLS] is defined for its own terms.
 """
 
-import copy
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -74,8 +74,6 @@ import torch.nn.functional as F
 
 UNKNOWN_POS = -1  # the id of a masked position (objective pmlm)
 N_SPECIALS = 8  # [CLS] [PAD] [SEP] [MASK] and 4 spare ones: the last ids of a vocabulary
-MAX_OFFSET = 64  # rel, rel_k, rsin, rlsin, deberta, tupe_r_factored clip offsets to +-64
-N_OFFSETS = 2 * MAX_OFFSET + 2  # R: a row per clipped offset, and one for masked positions
 SDPA_DEVICES = ("cuda",)  # where SDPA is used; on a CPU, an explicit softmax is faster
 
 
@@ -89,7 +87,11 @@ class EncoderConfig:
     n_head: int = 4  # H
     d_model: int = 128  # C
     d_ff: int = 512  # hidden dimension of the feed-forward layer
-    max_len: int = 64  # positions in the tables
+    max_len: int = 64  # positions in the tables; the longest sequence of the schemes that have one
+    max_offset: int = 64  # rel, rel_k, rsin, rlsin, deberta, tupe_r_factored clip offsets to +-64
+    t5_max_distance: int = 128  # t5: from here on, all distances share a bucket; at least 16
+    rope_base: float = 10000.0  # rope: the frequencies are base^(-2k/D)
+    rope_scale: float = 1.0  # rope: positions are divided by it (position interpolation)
     dropout: float = 0.1  # of embeddings and of the output of every sublayer
     attn_dropout: float = 0.1  # of attention probabilities
     norm: str = "post"  # LayerNorm after each residual connection (BERT); pre: before each sublayer
@@ -100,6 +102,8 @@ class EncoderConfig:
             raise ValueError(f"d_model {self.d_model} is not a multiple of n_head {self.n_head}")
         if self.norm not in ("post", "pre"):
             raise ValueError(f"norm is {self.norm!r}; choose from post, pre")
+        if self.t5_max_distance < 16:  # fewer distances than buckets
+            raise ValueError(f"t5_max_distance is {self.t5_max_distance}; it must be at least 16")
         for component in parse_pe(self.pe):
             if component.needs_even and getattr(self, component.needs_even) % 2:
                 raise ValueError(f"--pe {self.pe} needs an even {component.needs_even}")
@@ -115,6 +119,20 @@ class EncoderConfig:
 # Positions
 
 
+def once(function):
+    """Decorates a function of a Positions, its first argument, and of constants: it is computed in
+    the first layer that needs it, and kept for the others. (Nothing that depends on weights is.)"""
+
+    @functools.wraps(function)
+    def kept(pos, *args):
+        key = function, *args
+        if key not in pos.kept:
+            pos.kept[key] = function(pos, *args)
+        return pos.kept[key]
+
+    return kept
+
+
 class Positions:
     """The positions assigned to the tokens of a batch: the argument `pos` of every hook.
 
@@ -125,6 +143,7 @@ class Positions:
 
     def __init__(self, ids):
         self.ids = torch.atleast_2d(ids)  # (L,) -> (1, L), shared by the batch
+        self.kept = {}  # the results of functions that are decorated with `once`
 
     @classmethod
     def of(cls, tokens, pos=None):
@@ -134,11 +153,13 @@ class Positions:
         return pos if isinstance(pos, Positions) else cls(pos)
 
     @property
+    @once
     def offsets(self):
         """(1 or B, L, L): r_ij = pos_j - pos_i, key minus query, as in Wang 2021 eq 5."""
         return self.ids[:, None, :] - self.ids[:, :, None]
 
     @property
+    @once
     def masked_pairs(self):
         """(1 or B, L, L) bool: i != j, and at least one of the two positions is masked. (The offset
         of a token to itself is 0 even then.)"""
@@ -146,11 +167,13 @@ class Positions:
         diagonal = torch.eye(masked.size(1), dtype=torch.bool, device=masked.device)
         return (masked[:, None, :] | masked[:, :, None]) & ~diagonal
 
-    @property
-    def offset_rows(self):
-        """(1 or B, L, L): the row of each pair in a table of N_OFFSETS rows."""
-        clipped = self.offsets.clamp(-MAX_OFFSET, MAX_OFFSET) + MAX_OFFSET
-        return torch.where(self.masked_pairs, N_OFFSETS - 1, clipped)
+    @once
+    def offset_rows(self, n_rows: int):
+        """(1 or B, L, L): the row of each pair in a table of R = n_rows rows (OffsetTable): one per
+        offset, which is clipped to the table's ends, and a last one for masked_pairs."""
+        max_offset = n_rows // 2 - 1
+        clipped = self.offsets.clamp(-max_offset, max_offset) + max_offset
+        return torch.where(self.masked_pairs, n_rows - 1, clipped)
 
     def table_rows(self, max_len: int):
         """(1 or B, L): the row of each token in a table of max_len + 1 rows: one per position, and
@@ -165,6 +188,62 @@ class Positions:
 
 
 # --------------------------------------------------------------------------------------------------
+# Weights, which are initialized where they are created
+
+
+def normal(*shape):
+    """A parameter. The initial values of all weights:
+
+    linear, embedding      N(0, 0.02), bias 0
+    xavier_linear          Xavier-uniform, bias 0 (U_Q, U_K, F_Q, F_K, the pair head)
+    OffsetTable, normal    N(0, 0.02) (masked positions, theta, free tables)
+    LayerNorm              1 and 0
+    frequencies            10000^(-2k/width)
+
+    Any other module keeps its own initialization.
+    """
+    return nn.Parameter(0.02 * torch.randn(*shape))
+
+
+def embedding(n_rows, width):
+    table = nn.Embedding(n_rows, width)
+    nn.init.normal_(table.weight, std=0.02)
+    return table
+
+
+def linear(n_in, n_out, bias=True):
+    layer = nn.Linear(n_in, n_out, bias)
+    nn.init.normal_(layer.weight, std=0.02)
+    if bias:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def xavier_linear(n_in, n_out, bias=True):
+    """With BERT's N(0, 0.02), the product of two projections would be near 0, and the pair head
+    would start to learn late (deviation)."""
+    layer = linear(n_in, n_out, bias)
+    nn.init.xavier_uniform_(layer.weight)
+    return layer
+
+
+class OffsetTable(nn.Embedding):
+    """R = 2 max_offset + 2 vectors: one per offset from -max_offset to max_offset, and a last one
+    for pairs with a masked position."""
+
+    def __init__(self, cfg, width):
+        super().__init__(2 * cfg.max_offset + 2, width)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def resized(self, weight):
+        """The weight (R', width) of another max_offset -> (R, width). Each offset keeps its vector.
+        Larger offsets get the one to which they were clipped, so the model computes the same."""
+        new, old = len(self.weight) // 2 - 1, len(weight) // 2 - 1
+        rows = torch.arange(-new, new + 1).clamp(-old, old) + old
+        return torch.cat((weight[rows], weight[-1:]))
+
+
+# --------------------------------------------------------------------------------------------------
 # A component of a positional scheme
 
 
@@ -173,8 +252,8 @@ class Component(nn.Module):
     A hook that is not overridden adds nothing.
 
     pos is a Positions. Pairs with a masked position (pos.masked_pairs) need a separate value, since
-    their offset is meaningless. self.layers holds modules of which each layer has its own (see
-    RelativeKeys); the pair head of objectives.py adds one.
+    their offset is meaningless. Weights of which each layer has its own are in self.layers, an
+    nn.ModuleList or nn.ParameterList (see RelativeKeys); the pair head of objectives.py adds one.
     """
 
     scale_terms = 1  # q_i . k_j + scores_ij is divided by sqrt(scale_terms * D)
@@ -210,16 +289,6 @@ class Component(nn.Module):
         return 0
 
 
-class XavierLinear(nn.Linear):
-    """A linear layer that init_weights initializes Xavier-uniform: U_Q, U_K, F_Q, F_K and the pair
-    head. With BERT's N(0, 0.02), the product of two of them would be near 0, and the pair head
-    would start to learn late (deviation)."""
-
-
-def normal(*shape):
-    return nn.Parameter(0.02 * torch.randn(*shape))
-
-
 # --------------------------------------------------------------------------------------------------
 # The best-known schemes; the others are defined below the encoder, and SCHEMES at the end lists all
 
@@ -229,17 +298,17 @@ class Absolute(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = nn.Embedding(cfg.max_len + 1, cfg.d_model)  # the last row: masked
+        self.table = embedding(cfg.max_len + 1, cfg.d_model)  # the last row: masked
 
     def embed(self, pos):
         return self.table(pos.table_rows(self.table.num_embeddings - 1))
 
 
-def frequencies(width, like):
-    """w_k = 10000^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5), on the device of
+def frequencies(width, like, base=10000.0):
+    """w_k = base^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5), on the device of
     `like`. Not in 16 bits: angles near position 500 can be off by 1.6 radians (bfloat16)."""
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return 10000.0 ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
+    return base ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
 
 
 def sinusoids(x, w):
@@ -280,14 +349,16 @@ class Sinusoidal(Component):
 def offset_scores(q, a, pos):
     """q (B, H, L, D), a (R, D) or (H, R, D) -> q_i . a_r for each pair (B, H, L, L)."""
     scores = q @ a.to(q.dtype).transpose(-1, -2)  # (B, H, L, R)
-    rows = pos.offset_rows[:, None].expand(*scores.shape[:3], -1)  # (B, H, L, L), 0 to R - 1
+    rows = pos.offset_rows(a.size(-2))[:, None]  # (1 or B, 1, L, L), 0 to R - 1
+    rows = rows.expand(*scores.shape[:3], -1)  # (B, H, L, L)
     return scores.gather(-1, rows)
 
 
 def offset_values(A, a, pos):
     """A (B, H, L, L), a (R, D) -> sum_j A_ij a_r for each query (B, H, L, D)."""
     zeros = A.new_zeros(*A.shape[:-1], len(a))  # (B, H, L, R)
-    by_offset = zeros.scatter_add(-1, pos.offset_rows[:, None].expand_as(A), A)
+    rows = pos.offset_rows(len(a))[:, None].expand_as(A)  # (B, H, L, L)
+    by_offset = zeros.scatter_add(-1, rows, A)
     return by_offset @ a.to(A.dtype)
 
 
@@ -300,7 +371,7 @@ class Relative(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = nn.Embedding(N_OFFSETS, cfg.d_head)
+        self.table = OffsetTable(cfg, cfg.d_head)
 
     def scores(self, q, k, pos, layer):
         return offset_scores(q, self.table.weight, pos)
@@ -321,13 +392,13 @@ def bias_from_table(table, index):
 class T5Bias(Component):
     """A learned scalar per head and bucket of offsets, not scaled (TUPE eq 5). Rows 0 to 15 are
     for r <= 0, and 17 to 31 for r > 0: one for each distance up to 7, then eight for the four
-    doublings up to 128, two each. The last one, from 91 on, also has everything beyond."""
-
-    max_distance = 128
+    doublings up to 128 (t5_max_distance), two each. The last one, from 91 on, also has everything
+    beyond."""
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = nn.Embedding(32 + 1, cfg.n_head)  # the last row: masked pairs
+        self.max_distance = cfg.t5_max_distance
+        self.table = embedding(32 + 1, cfg.n_head)  # the last row: masked pairs
         doublings = math.log2(self.max_distance / 8)
         far = [8 + int(8 * math.log2(d / 8) / doublings) for d in range(8, self.max_distance)]
         self.bucket = nn.Buffer(torch.tensor([*range(8), *far]), persistent=False)
@@ -341,24 +412,33 @@ class T5Bias(Component):
 
 
 class Rotary(Component):
-    """q and k rotated by their position, in pairs of neighboring dimensions, base 10000 (Su 2021).
-    q_i . k_j then depends on the positions only through the offset r."""
+    """q and k rotated by their position, in pairs of neighboring dimensions (Su 2021). q_i . k_j
+    then depends on the positions only through the offset r."""
 
     masked_ok = False  # no rotation represents a masked position
     needs_even = "d_head"
 
-    def edit_qk(self, q, k, pos):
-        w = frequencies(q.size(-1), q)  # (D/2,)
-        angles = pos.ids[..., None].to(w.dtype) * w  # (1 or B, L, D/2)
-        cos = angles.cos().to(q.dtype)[:, None]  # (1 or B, 1, L, D/2)
-        sin = angles.sin().to(q.dtype)[:, None]
-        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.rope_base, self.rope_scale = cfg.rope_base, cfg.rope_scale
+
+    @staticmethod
+    @once
+    def rotation(pos, width, base, scale, dtype):
+        """-> cosines and sines of the angles w_k pos_i / scale, (1 or B, 1, L, width/2) each."""
+        x = pos.ids.to(torch.promote_types(dtype, torch.float32)) / scale  # (1 or B, L)
+        angles = x[..., None] * frequencies(width, x, base)  # (1 or B, L, width/2)
+        return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
     @staticmethod
     def rotate(x, cos, sin):
         even, odd = x[..., 0::2], x[..., 1::2]  # (B, H, L, D/2) each
         rotated = (even * cos - odd * sin, even * sin + odd * cos)
         return torch.stack(rotated, dim=-1).flatten(-2)  # (B, H, L, D/2, 2) -> (B, H, L, D)
+
+    def edit_qk(self, q, k, pos):
+        cos, sin = self.rotation(pos, q.size(-1), self.rope_base, self.rope_scale, q.dtype)
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
 
 class UntiedPositions(nn.Module):
@@ -369,10 +449,10 @@ class UntiedPositions(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.n_head, self.max_len = cfg.n_head, cfg.max_len
-        self.table = nn.Embedding(cfg.max_len + 1, cfg.d_model)  # the last row: masked
+        self.table = embedding(cfg.max_len + 1, cfg.d_model)  # the last row: masked
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.u_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
-        self.u_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
+        self.u_q = xavier_linear(cfg.d_model, cfg.d_model, bias=False)
+        self.u_k = xavier_linear(cfg.d_model, cfg.d_model, bias=False)
 
     def project(self, p):
         """Vectors p (n, C) -> LN(p) U_Q and LN(p) U_K, (n, C) each."""
@@ -449,7 +529,63 @@ class TupeR(Tupe):
 
 
 # --------------------------------------------------------------------------------------------------
+# Mistakes in a new component: errors with its file and line
+
+
+def located(method):
+    """The name of a method with its file and line."""
+    code = method.__code__
+    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"
+
+
+def check_component(part):
+    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
+    where = located(type(part).__init__)
+    if "scale" not in vars(part):
+        raise TypeError(f"{where} does not call super().__init__(cfg)")
+    for name, value in vars(part).items():
+        for x in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
+                raise TypeError(
+                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
+                    "or nn.ParameterList"
+                )
+
+
+def check_result(hook, x, shape):
+    """Raise an error that names the hook, with file and line, unless x is a number or a tensor
+    (1 or B, *shape) and, with --detect_anomaly, finite."""
+    if isinstance(x, (int, float)):
+        return
+    if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
+        found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
+        expected = f"(1 or B, {', '.join(map(str, shape))})"
+        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
+    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
+        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
+
+
+# --------------------------------------------------------------------------------------------------
 # The sum of a scheme's components
+
+
+def plus(a, b):
+    """a + b, each a tensor or a number. Most hooks return 0, which is added without any work."""
+    for x, other in ((a, b), (b, a)):
+        if not isinstance(x, torch.Tensor) and x == 0:
+            return other
+    return a + b
+
+
+def sum_hooks(hooks, shape, *args):
+    """The sum of what the hooks of a scheme's components return: a tensor (1 or B, *shape), or a
+    number, 0 if no component overrides the hook."""
+    total = 0
+    for hook in hooks:
+        term = hook(*args)
+        check_result(hook, term, shape)
+        total = plus(total, term)
+    return total
 
 
 class PositionalScheme(nn.Module):
@@ -467,58 +603,55 @@ class PositionalScheme(nn.Module):
         self.n_head, self.d_model = cfg.n_head, cfg.d_model
 
     def embed(self, pos):
-        """-> (1 or B, L, C), or None if no component overrides it."""
+        """-> (1 or B, L, C), or 0 if no component overrides it."""
         L = pos.ids.size(1)
         return sum_hooks([part.embed for part in self.parts.values()], (L, self.d_model), pos)
 
     def bias(self, pos):
-        """-> (1 or B, H, L, L) or None."""
+        """-> (1 or B, H, L, L) or 0."""
         L = pos.ids.size(1)
         return sum_hooks([part.bias for part in self.parts.values()], (self.n_head, L, L), pos)
 
     def terms(self, q, k, pos, layer, bias):
-        """-> q, k and bias of one layer, such that its logits are scale q . k + bias.
+        """-> q, k and `added`, a tensor (1 or B, H, L, L) or 0, such that the logits of one layer
+        are scale q . k + added.
 
         q, k (B, H, L, D); layer 0 to n_layer - 1, and n_layer for the pair head; bias: what is
         added in every layer (Encoder.bias_and_mask)."""
         H, L = q.shape[1:3]
         hooks = [part.scores for part in self.parts.values()]
         scores = sum_hooks(hooks, (H, L, L), q, k, pos, layer)
-        if scores is not None:
-            scores = self.scale * scores  # (B, H, L, L)
-            bias = scores if bias is None else scores + bias
+        added = plus(self.scale * scores, bias)
         for part in self.parts.values():
-            q, k = check_pair(part.edit_qk, part.edit_qk(q, k, pos), q.shape[1:])
-        return q, k, bias
+            edited = part.edit_qk(q, k, pos)
+            if not isinstance(edited, tuple):
+                found = type(edited).__name__
+                raise TypeError(f"{located(part.edit_qk)} returned {found} instead of q, k")
+            for x in edited:
+                check_result(part.edit_qk, x, q.shape[1:])
+            q, k = edited
+        return q, k, added
 
     def values(self, A, pos, layer):
-        """A (B, H, L, L) -> (B, H, L, D) or None."""
+        """A (B, H, L, L) -> (B, H, L, D) or 0."""
         H, L = A.shape[1:3]
         hooks = [part.values for part in self.parts.values()]
         return sum_hooks(hooks, (H, L, self.d_model // H), A, pos, layer)
 
-    def add_layer(self, cfg):
-        """The pair head's own weights, for components that have weights per layer."""
-        for part in self.parts.values():
-            if len(getattr(part, "layers", ())) == cfg.n_layer:
-                part.layers.append(copy.deepcopy(part.layers[-1]).apply(init_weights))
-
-
-def sum_hooks(hooks, shape, *args):
-    """The sum of what the hooks of a scheme's components return, tensors (1 or B, *shape), or None
-    if no component overrides the hook."""
-    result = None
-    for hook in hooks:
-        term = hook(*args)
-        if isinstance(term, int):  # not overridden: 0
-            continue
-        check_result(hook, term, shape)
-        result = term if result is None else result + term
-    return result
-
 
 # --------------------------------------------------------------------------------------------------
 # The encoder
+
+
+def dot_product_logits(q, k, added, scale):
+    """q, k (B, H, L, D), added broadcastable to (B, H, L, L), or 0 -> (B, H, L, L)."""
+    return plus((q * scale) @ k.transpose(-1, -2), added)
+
+
+def compute_dtype(x):
+    """The dtype that matrix multiplications use: autocast's if it is enabled, otherwise x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Block(nn.Module):
@@ -529,12 +662,39 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.n_head, self.pre = layer, cfg.n_head, cfg.norm == "pre"
         self.dropout, self.attn_dropout = cfg.dropout, cfg.attn_dropout
-        self.qkv = nn.Linear(cfg.d_model, 3 * cfg.d_model)
-        self.out = nn.Linear(cfg.d_model, cfg.d_model)
+        self.qkv = linear(cfg.d_model, 3 * cfg.d_model)
+        self.out = linear(cfg.d_model, cfg.d_model)
         self.norm1 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
-        self.fc1 = nn.Linear(cfg.d_model, cfg.d_ff)
-        self.fc2 = nn.Linear(cfg.d_ff, cfg.d_model)
+        self.fc1 = linear(cfg.d_model, cfg.d_ff)
+        self.fc2 = linear(cfg.d_ff, cfg.d_model)
         self.norm2 = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
+
+    def normed_heads(self, x):
+        """The block's input (B, L, C), to which norm pre applies its LayerNorm -> q, k, v,
+        (B, H, L, D) each."""
+        x = self.norm1(x) if self.pre else x
+        x = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
+        return x.permute(2, 0, 3, 1, 4)  # (3, B, H, L, D)
+
+    def attend(self, x, scheme, pos, bias):
+        """Multi-head attention with the scheme's terms; arguments as in forward -> (B, L, C)."""
+        B, L, C = x.shape
+        q, k, v = self.normed_heads(x)
+        q, k, added = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + added
+        p = self.attn_dropout if self.training else 0.0
+        # On a GPU, SDPA's fused kernels never materialize the attention A. On a CPU, the explicit
+        # softmax is faster; and `values` needs A.
+        if x.device.type in SDPA_DEVICES and not scheme.has_values:
+            # The softmax cancels a number, which is the same for all keys.
+            mask = added if isinstance(added, torch.Tensor) else None
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, scale=scheme.scale)
+        else:
+            A = dot_product_logits(q, k, added, scheme.scale).softmax(-1)  # (B, H, L, L)
+            A = F.dropout(A, p)
+            y = A @ v  # (B, H, L, D)
+            if scheme.has_values:
+                y = y + scheme.values(A, pos, self.layer)
+        return self.out(y.transpose(1, 2).reshape(B, L, C))  # (B, H, L, D) -> (B, L, C)
 
     def forward(self, x, scheme, pos, bias):
         """x (B, L, C); scheme: the PositionalScheme; pos: a Positions; bias: what
@@ -544,42 +704,6 @@ class Block(nn.Module):
         hidden = self.fc1(self.norm2(x) if self.pre else x)
         transformed = F.dropout(self.fc2(F.gelu(hidden)), self.dropout, self.training)
         return x + transformed if self.pre else self.norm2(x + transformed)
-
-    def heads(self, x):
-        """The block's input (B, L, C), normalized with norm pre -> q, k, v, (B, H, L, D) each."""
-        x = self.norm1(x) if self.pre else x
-        x = self.qkv(x).unflatten(-1, (3, self.n_head, -1))  # (B, L, 3, H, D)
-        return x.permute(2, 0, 3, 1, 4)  # (3, B, H, L, D)
-
-    def attend(self, x, scheme, pos, bias):
-        """Multi-head attention with the scheme's terms; arguments as in forward -> (B, L, C)."""
-        B, L, C = x.shape
-        q, k, v = self.heads(x)
-        q, k, bias = scheme.terms(q, k, pos, self.layer, bias)  # logits = scale q . k + bias
-        p = self.attn_dropout if self.training else 0.0
-        # On a GPU, SDPA's fused kernels never materialize the attention A. On a CPU, the explicit
-        # softmax is faster; and `values` needs A.
-        if x.device.type in SDPA_DEVICES and not scheme.has_values:
-            y = F.scaled_dot_product_attention(q, k, v, bias, dropout_p=p, scale=scheme.scale)
-        else:
-            A = dot_product_logits(q, k, bias, scheme.scale).softmax(-1)  # (B, H, L, L)
-            A = F.dropout(A, p)
-            y = A @ v  # (B, H, L, D)
-            if scheme.has_values:
-                y = y + scheme.values(A, pos, self.layer)
-        return self.out(y.transpose(1, 2).reshape(B, L, C))  # (B, H, L, D) -> (B, L, C)
-
-
-def dot_product_logits(q, k, bias, scale):
-    """q, k (B, H, L, D), bias broadcastable to (B, H, L, L) or None -> (B, H, L, L)."""
-    logits = (q * scale) @ k.transpose(-1, -2)
-    return logits if bias is None else logits + bias
-
-
-def compute_dtype(x):
-    """The dtype that matrix multiplications use: autocast's if it is enabled, otherwise x's."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Encoder(nn.Module):
@@ -591,15 +715,34 @@ class Encoder(nn.Module):
         self.config = cfg
         self.tokenizer = None  # a tiktoken.Encoding, set by load() and train.py
         padded_size = 64 * math.ceil(cfg.vocab_size / 64)  # faster matrix multiplication
-        self.tok = nn.Embedding(padded_size, cfg.d_model)
+        self.tok = embedding(padded_size, cfg.d_model)
         self.scheme = PositionalScheme(cfg)
         self.norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps)
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in range(cfg.n_layer))
         pre = cfg.norm == "pre"
         self.final_norm = nn.LayerNorm(cfg.d_model, eps=cfg.norm_eps) if pre else nn.Identity()
-        self.apply(init_weights)
 
-    def forward(self, tokens, pos=None, pad=None, causal=False):
+    def embed(self, tokens, pos):
+        """tokens (B, L), Positions -> the input of the first block, before dropout (B, L, C)."""
+        x = self.tok(tokens) * self.scheme.token_scale
+        return self.norm((x + self.scheme.embed(pos)).to(x.dtype))
+
+    def bias_and_mask(self, pos, pad, causal, dtype):
+        """What all layers add to their logits: the scheme's bias, and -inf where padding or the
+        causal mask (by index, not by position) forbids attention. Broadcastable to (B, H, L, L), or
+        a number, 0 if there is nothing to add."""
+        bias, L = self.scheme.bias(pos), pos.ids.size(1)
+        forbidden = None if pad is None else pad[:, None, None, :]  # (B, 1, 1, L)
+        if causal:
+            future = torch.ones(L, L, dtype=torch.bool, device=pos.ids.device).triu(1)
+            forbidden = future if forbidden is None else forbidden | future
+        if forbidden is not None:
+            bias = torch.where(forbidden, -math.inf, bias)
+        if isinstance(bias, torch.Tensor):
+            bias = bias.to(dtype).contiguous()  # as SDPA demands
+        return bias
+
+    def forward(self, tokens, pos=None, pad=None, causal=False, states=None):
         """Token ids -> the last hidden states (B, L, C).
 
         tokens   (B, L) int64, with [CLS] at index 0
@@ -607,82 +750,78 @@ class Encoder(nn.Module):
                  (default: the index of each token)
         pad      (B, L) bool, True at padding
         causal   whether each token attends only to itself and to those before it
+        states   a list to which the input of each block and what is returned are appended
 
         Raises ValueError if a sequence is longer than a position table.
         """
-        return self.final_norm(self.hidden_states(tokens, pos, pad, causal)[-1])
+        states, pos = [] if states is None else states, Positions.of(tokens, pos)
+        x = F.dropout(self.embed(tokens, pos), self.config.dropout, self.training)
+        bias = self.bias_and_mask(pos, pad, causal, compute_dtype(x))
+        for block in self.blocks:
+            states.append(x)
+            x = block(x, self.scheme, pos, bias)
+        states.append(self.final_norm(x))
+        return states[-1]
 
     def hidden_states(self, tokens, pos=None, pad=None, causal=False):
-        """Arguments as in forward -> the n_layer + 1 states (B, L, C) between the blocks: the input
-        of the first one, the output of each. final_norm is not applied to the last."""
-        pos = Positions.of(tokens, pos)
-        x = F.dropout(self.embed(tokens, pos), self.config.dropout, self.training)
-        states, bias = [x], self.bias_and_mask(pos, pad, causal, compute_dtype(x))
-        for block in self.blocks:
-            states.append(block(states[-1], self.scheme, pos, bias))
+        """Arguments as in forward -> n_layer + 1 states (B, L, C): the input of each block, and
+        what forward returns."""
+        states = []
+        self(tokens, pos, pad, causal, states)
         return states
-
-    def embed(self, tokens, pos):
-        """tokens (B, L), Positions -> the input of the first block, before dropout (B, L, C)."""
-        x = self.tok(tokens) * self.scheme.token_scale
-        p = self.scheme.embed(pos)
-        return self.norm(x if p is None else x + p.to(x.dtype))
-
-    def bias_and_mask(self, pos, pad, causal, dtype):
-        """What all layers add to their logits: the scheme's bias, and -inf where padding or the
-        causal mask (by index, not by position) forbids attention. Broadcastable to (B, H, L, L), or
-        None."""
-        bias, L, device = self.scheme.bias(pos), pos.ids.size(1), pos.ids.device
-        forbidden = None if pad is None else pad[:, None, None, :]  # (B, 1, 1, L)
-        if causal:
-            future = torch.ones(L, L, dtype=torch.bool, device=device).triu(1)
-            forbidden = future if forbidden is None else forbidden | future
-        if forbidden is not None:
-            bias = torch.zeros(L, L, dtype=dtype, device=device) if bias is None else bias
-            bias = bias.masked_fill(forbidden, float("-inf"))
-        return None if bias is None else bias.to(dtype).contiguous()  # as SDPA demands
 
     def logits(self, q, k, pos, layer, pad=None, causal=False):
         """Attention logits before the softmax. q, k (B, H, L, D); pos (L,), (B, L) or a Positions;
         layer 0 to n_layer - 1, or n_layer for objectives.PairHead -> (B, H, L, L)."""
         pos = pos if isinstance(pos, Positions) else Positions(pos)
         bias = self.bias_and_mask(pos, pad, causal, q.dtype)
-        q, k, bias = self.scheme.terms(q, k, pos, layer, bias)
-        return dot_product_logits(q, k, bias, self.scheme.scale)
+        q, k, added = self.scheme.terms(q, k, pos, layer, bias)
+        return dot_product_logits(q, k, added, self.scheme.scale)
 
     @torch.no_grad()
     def attention(self, tokens, layer=0, pos=None, pad=None, causal=False):
         """Attention probabilities of one block with dropout off; layer may be negative (-1: the
         last) -> (B, H, L, L)."""
-        was_training, block = self.training, self.blocks[layer]
-        pos = Positions.of(tokens, pos)
-        states = self.eval().hidden_states(tokens, pos, pad, causal)
-        q, k, _ = block.heads(states[block.layer])
-        self.train(was_training)
-        return self.logits(q, k, pos, block.layer, pad, causal).softmax(-1)
+        block, pos = self.blocks[layer], Positions.of(tokens, pos)
+        modes = {module: module.training for module in self.modules()}
+        try:
+            states = self.eval().hidden_states(tokens, pos, pad, causal)
+            q, k, _ = block.normed_heads(states[block.layer])
+            return self.logits(q, k, pos, block.layer, pad, causal).softmax(-1)
+        finally:
+            for module, training in modes.items():
+                module.training = training
 
+    def add_layer(self):
+        """Add the pair head's own weights to the components that have weights per layer: what they
+        create for one more layer."""
+        larger = PositionalScheme(replace(self.config, n_layer=self.config.n_layer + 1))
+        larger.to(self.tok.weight)  # its device and dtype
+        for part, more in zip(self.scheme.parts.values(), larger.parts.values()):
+            if len(getattr(part, "layers", ())) == self.config.n_layer:
+                part.layers.append(more.layers[-1])
+            shapes, expected = ({n: p.shape for n, p in x.named_parameters()} for x in (part, more))
+            if shapes != expected:
+                raise TypeError(
+                    f"{located(type(part).__init__)}: weights that differ between layers belong in "
+                    "self.layers, an nn.ModuleList or nn.ParameterList; the pair head adds one"
+                )
 
-def init_weights(module):
-    """The initialization of every weight.
-
-    Linear, Embedding      N(0, 0.02), bias 0
-    XavierLinear           Xavier-uniform, bias 0 (U_Q, U_K, F_Q, F_K, the pair head)
-    LayerNorm              1 and 0
-    other parameters       where they are created: masked positions, theta, free tables N(0, 0.02);
-                           frequencies 10000^(-2k/width)
-    """
-    if isinstance(module, XavierLinear):
-        nn.init.xavier_uniform_(module.weight)
-    elif isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+    def keep_offsets(self, weights, prefix=""):
+        """A state_dict, perhaps of another max_offset -> one with this encoder's number of offsets
+        (OffsetTable.resized). prefix: of the encoder's names in it."""
+        weights = dict(weights)
+        for name, module in self.named_modules(prefix=prefix):
+            if isinstance(module, OffsetTable) and f"{name}.weight" in weights:
+                weights[f"{name}.weight"] = module.resized(weights[f"{name}.weight"])
+        return weights
 
 
 def load(path, **override) -> Encoder:
     """A run folder or checkpoint file -> Encoder in eval mode, with `.config` and `.tokenizer`.
-    `override` replaces fields of the configuration (dropout=0.0). Raises RuntimeError if the
-    weights do not fit. (A run of clm was trained with causal=True, which forward must be given.)"""
+    `override` replaces fields of the configuration (dropout=0.0, max_offset=128). Raises
+    RuntimeError if the weights do not fit. (A run of clm was trained with causal=True, which
+    forward must be given.)"""
     import tiktoken
 
     path = Path(path)
@@ -693,9 +832,9 @@ def load(path, **override) -> Encoder:
     encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
     weights = checkpoint["model"].items()
     weights = {k.removeprefix("encoder."): v for k, v in weights if k.startswith("encoder.")}
-    if any(f".layers.{cfg.n_layer}." in name for name in weights):
-        encoder.scheme.add_layer(cfg)  # the pair head's
-    encoder.load_state_dict(weights)
+    if weights.keys() - encoder.state_dict().keys():
+        encoder.add_layer()  # the pair head's
+    encoder.load_state_dict(encoder.keep_offsets(weights))
     return encoder.eval()
 
 
@@ -716,7 +855,7 @@ class RelativeKeys(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.layers = nn.ModuleList(nn.Embedding(N_OFFSETS, cfg.d_head) for _ in range(cfg.n_layer))
+        self.layers = nn.ModuleList(OffsetTable(cfg, cfg.d_head) for _ in range(cfg.n_layer))
 
     def scores(self, q, k, pos, layer):
         return offset_scores(q, self.layers[layer].weight, pos)
@@ -730,13 +869,14 @@ class RelativeSinusoidal(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
+        self.max_offset = cfg.max_offset
         self.masked = normal(cfg.d_head)
         self.w = nn.Parameter(frequencies(cfg.d_head, self.masked)) if self.learned else None
 
     def vectors(self):
         """-> a (R, D)."""
         w = self.w if self.learned else frequencies(len(self.masked), self.masked)
-        r = torch.arange(-MAX_OFFSET, MAX_OFFSET + 1, device=w.device)
+        r = torch.arange(-self.max_offset, self.max_offset + 1, device=w.device)
         return torch.cat((sinusoids(r, w), self.masked[None]))
 
     def scores(self, q, k, pos, layer):
@@ -763,10 +903,10 @@ class Deberta(Component):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
+        self.table = OffsetTable(cfg, cfg.d_model)
         C = cfg.d_model
         self.layers = nn.ModuleList(  # U_K and U_Q of each layer
-            nn.Linear(C, 2 * C, bias=False) for _ in range(cfg.n_layer)
+            linear(C, 2 * C, bias=False) for _ in range(cfg.n_layer)
         )
 
     def scores(self, q, k, pos, layer):
@@ -785,15 +925,15 @@ class FactoredBias(Component):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.n_head = cfg.n_head
-        self.table = nn.Embedding(N_OFFSETS, cfg.d_model)
-        self.f_q = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
-        self.f_k = XavierLinear(cfg.d_model, cfg.d_model, bias=False)
+        self.table = OffsetTable(cfg, cfg.d_model)
+        self.f_q = xavier_linear(cfg.d_model, cfg.d_model, bias=False)
+        self.f_k = xavier_linear(cfg.d_model, cfg.d_model, bias=False)
 
     def bias(self, pos):
         a = self.table.weight
         b = self.f_q(a) * self.f_k(a)  # (R, C)
         b = b.unflatten(-1, (self.n_head, -1)).sum(-1)  # (R, H)
-        return bias_from_table(b, pos.offset_rows)
+        return bias_from_table(b, pos.offset_rows(len(a)))
 
 
 class Alibi(Component):
@@ -919,47 +1059,3 @@ def parse_pe(pe: str) -> list:
     if len({component.scale_terms for component in components}) > 1:
         raise ValueError(f"--pe {pe}: its parts divide q . k by different scales")
     return components
-
-
-# --------------------------------------------------------------------------------------------------
-# Mistakes in a new component: errors with its file and line
-
-
-def check_result(hook, x, shape):
-    """Raise an error that names the hook, with file and line, unless x is a tensor (1 or B, *shape)
-    and, with --detect_anomaly, finite."""
-    if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
-        found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
-        expected = f"(1 or B, {', '.join(map(str, shape))})"
-        raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
-    if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
-        raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
-
-
-def check_pair(hook, pair, shape):
-    """-> q, k, which edit_qk returned, or an error as in check_result."""
-    if not isinstance(pair, tuple):
-        raise TypeError(f"{located(hook)} returned {type(pair).__name__} instead of q, k")
-    for x in pair:
-        check_result(hook, x, shape)
-    return pair
-
-
-def check_component(part):
-    """Raise TypeError for mistakes in __init__ that would otherwise show late, or never."""
-    where = located(type(part).__init__)
-    if "scale" not in vars(part):
-        raise TypeError(f"{where} does not call super().__init__(cfg)")
-    for name, value in vars(part).items():
-        for x in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(x, nn.Module) or isinstance(x, torch.Tensor) and x.requires_grad:
-                raise TypeError(
-                    f"{where}: self.{name} would not be trained; use nn.Parameter, nn.ModuleList "
-                    "or nn.ParameterList"
-                )
-
-
-def located(method):
-    """The name of a method with its file and line."""
-    code = method.__code__
-    return f"{method.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"

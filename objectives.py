@@ -32,7 +32,7 @@ A batch is a dictionary with these keys, and each objective adds its own:
     original (B, L)    the tokens before corruption
     eligible (B, L)    bool, True except for special tokens
     pos (B, L)         the assigned positions, if an objective changes them
-    states             Encoder.hidden_states, added by Pretraining.forward
+    positions, states  a Positions and Encoder.hidden_states, added by Pretraining.forward
 
 Paper names and notation are as in model.py; TACO is Fu et al. (2022). n = L - 2 is the number
 of inner tokens, those between [CLS] and the last [SEP]. k = round(rate n) is the number of selected
@@ -43,26 +43,31 @@ with.
 """
 
 import hashlib
+from argparse import Namespace
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lib.bpe import word_characters
+from lib.config import UserError, pick_fields
+from lib.files import read_checkpoint
 from lib.restore import MARGIN, best_order, exchange_words
+from lib.weights import load_strict
 from model import (
     N_SPECIALS,
     UNKNOWN_POS,
     Encoder,
     EncoderConfig,
     Positions,
-    XavierLinear,
     compute_dtype,
-    init_weights,
+    linear,
     parse_pe,
+    xavier_linear,
 )
 
 PAIR_HIDDEN = 64  # hidden dimension of the pair head's MLP
@@ -186,7 +191,7 @@ class TokenObjective(Objective):
         super().__init__(encoder, cfg)
         C = encoder.config.d_model
         self.mask_id, self.vocab_size = encoder.config.mask_id, encoder.config.vocab_size
-        self.dense = nn.Linear(C, C)
+        self.dense = linear(C, C)
         self.norm = nn.LayerNorm(C, eps=encoder.config.norm_eps)
         self.bias = nn.Parameter(torch.zeros(self.vocab_size))
 
@@ -294,25 +299,27 @@ class PairHead(nn.Module):
         C, self.n_head = encoder.config.d_model, encoder.config.n_head
         self.extra, self.total = cfg.pair_layer == "extra", cfg.pair_scores == "total"
         if self.extra:
-            self.query, self.key = XavierLinear(C, C), XavierLinear(C, C)
+            self.query, self.key = xavier_linear(C, C), xavier_linear(C, C)
             if self.total:  # the encoder's scheme gets weights for one more layer
-                encoder.scheme.add_layer(encoder.config)
+                encoder.add_layer()
         if cfg.pair_head == "linear":
-            self.psi = XavierLinear(self.n_head, n_classes)
+            self.psi = xavier_linear(self.n_head, n_classes)
         else:
-            first = XavierLinear(self.n_head, PAIR_HIDDEN)
-            self.psi = nn.Sequential(first, nn.GELU(), XavierLinear(PAIR_HIDDEN, n_classes))
+            first = xavier_linear(self.n_head, PAIR_HIDDEN)
+            self.psi = nn.Sequential(first, nn.GELU(), xavier_linear(PAIR_HIDDEN, n_classes))
 
     def scores(self, encoder, states, pos):
-        """states: what Encoder.hidden_states returned for the assigned positions pos (B, L)
-        -> s (B, n, n, H), for the inner tokens."""
+        """states: what Encoder.hidden_states returned for the assigned positions pos, (B, L) or a
+        Positions -> s (B, n, n, H), for the inner tokens."""
         if self.extra:
-            hidden, layer = encoder.final_norm(states[-1]), encoder.config.n_layer
-            q = self.query(hidden).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, L, D)
-            k = self.key(hidden).unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, H, L, D)
+            layer = encoder.config.n_layer
+            q, k = (  # (B, H, L, D) each
+                project(states[-1]).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+                for project in (self.query, self.key)
+            )
         else:
             layer = encoder.config.n_layer - 1
-            q, k, _ = encoder.blocks[layer].heads(states[layer])  # (B, H, L, D)
+            q, k, _ = encoder.blocks[layer].normed_heads(states[layer])  # (B, H, L, D)
         if self.total:
             s = encoder.logits(q, k, pos, layer)  # (B, H, L, L)
         else:
@@ -343,13 +350,6 @@ class PPLM(Objective):
         self.head = PairHead(encoder, cfg, n_classes)
         self.chunk_size = max(1, CHUNK_BYTES // (4 * max(n_classes, PAIR_HIDDEN)))
 
-    def corrupt(self, batch, generator):
-        """Adds pos (B, L)."""
-        B, L = batch["tokens"].shape
-        slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)  # (B, k)
-        true_pos = torch.arange(L, device=slots.device).expand(B, L)
-        batch["pos"] = true_pos.scatter(1, slots, self.assign(slots, valid, generator))
-
     def assign(self, slots, valid, generator):
         """Slots (B, k), the indices of the selected tokens -> the positions assigned to them: those
         of the valid slots in random order."""
@@ -359,31 +359,12 @@ class PPLM(Objective):
         last = 2.0 + torch.arange(slots.size(1), device=slots.device)
         return slots.gather(1, torch.where(valid, draw, last).argsort(1))
 
-    def loss(self, encoder, hidden, batch):
-        pos = batch["pos"][:, 1:-1]  # (B, n): of the inner tokens
-        eligible = batch["eligible"][:, 1:-1]  # (B, n)
-        index = torch.arange(1, pos.size(1) + 1, device=pos.device)  # (n,): the true positions
-        true_offset = index - index[:, None]  # (n, n): j - i
-        assigned_offset = pos[:, None, :] - pos[:, :, None]  # (B, n, n); only PPLMBinary uses it
-        moved = pos != index  # (B, n): permuted or masked
-        pairs = eligible[:, :, None] & eligible[:, None] & (true_offset != 0)  # (B, n, n)
-        pairs = self.scored(pairs, moved[:, :, None], moved[:, None])
-        label = self.label(true_offset, assigned_offset).expand_as(pairs)  # (B, n, n)
-        # psi gets only the H attention logits of a pair, not the hidden states.
-        s = self.head.scores(encoder, batch["states"], batch["pos"])  # (B, n, n, H)
-        s, label, weight = s.flatten(0, 2), label.flatten(), pairs.flatten().float()  # N = B n n
-        # A sequence has n^2 pairs, each with a softmax over 2L - 1 classes. Large batches are split
-        # into chunks, whose logits are recomputed in the backward pass, so that only one chunk's
-        # logits exist at a time.
-        recompute = len(s) > self.chunk_size and self.training
-        total = 0
-        for chunk in zip(*[x.split(self.chunk_size) for x in (s, label, weight)]):
-            if recompute:
-                total = total + checkpoint(self.sums, *chunk, use_reentrant=False)
-            else:
-                total = total + self.sums(*chunk)
-        loss, accuracy = total / weight.sum().clamp(min=1)
-        return loss, {} if self.training else {"accuracy": accuracy}
+    def corrupt(self, batch, generator):
+        """Adds pos (B, L)."""
+        B, L = batch["tokens"].shape
+        slots, valid = select(batch["eligible"], self.cfg.pos_rate, generator)  # (B, k)
+        true_pos = torch.arange(L, device=slots.device).expand(B, L)
+        batch["pos"] = true_pos.scatter(1, slots, self.assign(slots, valid, generator))
 
     def scored(self, pairs, i_moved, j_moved):
         """Which of the pairs (B, n, n) bool are scored: here, all. i_moved, j_moved: whether the
@@ -401,6 +382,32 @@ class PPLM(Objective):
         loss = F.cross_entropy(logits, label, reduction="none") * weight
         correct = loss.new_zeros(1) if self.training else (logits.argmax(-1) == label) * weight
         return torch.stack((loss.sum(), correct.sum()))
+
+    def loss(self, encoder, hidden, batch):
+        pos = batch["pos"][:, 1:-1]  # (B, n): of the inner tokens
+        eligible = batch["eligible"][:, 1:-1]  # (B, n)
+        index = torch.arange(1, pos.size(1) + 1, device=pos.device)  # (n,): the true positions
+        true_offset = index - index[:, None]  # (n, n): j - i
+        assigned_offset = pos[:, None, :] - pos[:, :, None]  # (B, n, n); only PPLMBinary uses it
+        moved = pos != index  # (B, n): permuted or masked
+        pairs = eligible[:, :, None] & eligible[:, None] & (true_offset != 0)  # (B, n, n)
+        pairs = self.scored(pairs, moved[:, :, None], moved[:, None])
+        label = self.label(true_offset, assigned_offset).expand_as(pairs)  # (B, n, n)
+        # psi gets only the H attention logits of a pair, not the hidden states.
+        s = self.head.scores(encoder, batch["states"], batch["positions"])  # (B, n, n, H)
+        s, label, weight = s.flatten(0, 2), label.flatten(), pairs.flatten().float()  # N = B n n
+        # A sequence has n^2 pairs, each with a softmax over 2L - 1 classes. Large batches are split
+        # into chunks, whose logits are recomputed in the backward pass, so that only one chunk's
+        # logits exist at a time.
+        recompute = len(s) > self.chunk_size and self.training
+        total = 0
+        for chunk in zip(*[x.split(self.chunk_size) for x in (s, label, weight)]):
+            if recompute:
+                total = total + checkpoint(self.sums, *chunk, use_reentrant=False)
+            else:
+                total = total + self.sums(*chunk)
+        loss, accuracy = total / weight.sum().clamp(min=1)
+        return loss, {} if self.training else {"accuracy": accuracy}
 
     def ablate(self, batch, generator):
         batch["tokens"] = random_tokens(batch["tokens"], self.cls_id, generator)
@@ -563,8 +570,7 @@ class TC(Objective):
     def embedding(self, encoder, batch):
         """e (B, L, C): what is subtracted from the hidden state."""
         if self.cfg.tc_embedding == "input_layer":  # as in TACO's code
-            tokens = batch["tokens"]
-            return encoder.embed(tokens, Positions.of(tokens, batch.get("pos")))
+            return encoder.embed(batch["tokens"], batch["positions"])
         return encoder.tok(batch["tokens"]) * encoder.scheme.token_scale
 
     def loss(self, encoder, hidden, batch):
@@ -609,7 +615,7 @@ class NSP(Objective):
         super().__init__(encoder, cfg)
         C = encoder.config.d_model
         self.sep_id, self.vocab_size = encoder.config.sep_id, encoder.config.vocab_size
-        self.dense, self.out = nn.Linear(C, C), nn.Linear(C, 2)
+        self.dense, self.out = linear(C, C), linear(C, 2)
 
     def corrupt(self, batch, generator):
         """Replaces the sequences of the batch; for the other objectives, the new ones are the
@@ -676,7 +682,6 @@ class Pretraining(nn.Module):
         self.causal = "clm" in self.names
         parts = {name: OBJECTIVES[name](encoder, cfg) for name in self.names}
         self.objectives = nn.ModuleDict(parts)
-        self.objectives.apply(init_weights)
         if cfg.pair_layer == "last" and all(part.kind == "position" for part in parts.values()):
             # Nothing trains what follows the last block's logits. (The W_v in its qkv gets a
             # gradient of 0.) Freeze it: DDP expects a gradient for every weight that requires one.
@@ -713,9 +718,9 @@ class Pretraining(nn.Module):
     def forward(self, batch):
         """-> loss (), the weighted sum; dictionary of scalars: the unweighted loss of each
         objective and, in evaluation, its accuracy."""
-        tokens, pos = batch["tokens"], batch.get("pos")
-        states = self.encoder.hidden_states(tokens, pos, causal=self.causal)
-        hidden, batch = self.encoder.final_norm(states[-1]), {**batch, "states": states}
+        states, pos = [], Positions.of(batch["tokens"], batch.get("pos"))
+        hidden = self.encoder(batch["tokens"], pos, causal=self.causal, states=states)
+        batch = {**batch, "positions": pos, "states": states}
         total, scalars = 0, {}
         for name, objective in self.objectives.items():
             loss, extra = objective.loss(self.encoder, hidden, batch)
@@ -752,7 +757,7 @@ class ObjectiveConfig:
         if self.tc_window < 3 or self.tc_window % 2 == 0:
             raise ValueError(f"--tc_window is {self.tc_window}; it must be odd and at least 3")
         # Sort the objectives, and their weights with them, into the order of corruption.
-        given = self.objective.replace("taco", OBJECTIVES["taco"]).split("+")
+        given = expand(self.objective)
         names = sort_objectives(given)
         if self.loss_weights is not None:
             if len(self.loss_weights) != len(given):
@@ -796,6 +801,15 @@ def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None)
             )
 
 
+def expand(objective) -> list[str]:
+    """'taco+pplm' -> ['mlm', 'tc', 'pplm']: names that stand for a sum are replaced by it."""
+    names = []
+    for name in objective.split("+"):
+        value = OBJECTIVES.get(name)
+        names += expand(value) if isinstance(value, str) else [name]
+    return names
+
+
 def sort_objectives(names) -> list[str]:
     """['pplm', 'mlm'] -> ['mlm', 'pplm'], the order of corruption. Raises ValueError, with the
     reason, if the sum is not legal."""
@@ -812,3 +826,22 @@ def sort_objectives(names) -> list[str]:
     if "clm" in names and {"sentence", "position"} & set(kinds):
         raise ValueError("clm is causal, so it cannot be combined with nsp or a position objective")
     return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
+
+
+def load(path) -> Pretraining:
+    """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
+    mode, without gradients; `.run_info` is the checkpoint without its weights. Raises
+    UserError."""
+    checkpoint = read_checkpoint(path)
+    if "task" in checkpoint:
+        raise UserError(
+            f"{path} is fine-tuned, without the heads of pre-training: give the run that it "
+            "started from"
+        )
+    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
+    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
+    args = Namespace(**checkpoint["args"])
+    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args))
+    load_strict(model, checkpoint["model"], path)
+    model.run_info = {k: v for k, v in checkpoint.items() if k not in ("model", "optimizer")}
+    return model.requires_grad_(False).eval()

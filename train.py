@@ -151,6 +151,10 @@ def parse_args(argv=None):
     flag("--d_ff", type=between(int, "[1, 1e6]"), help="hidden dimension of the feed-forward layer")
     flag("--dropout", type=below_1, help="dropout rate, attention included")
     flag("--norm", help="LayerNorm: post (after each residual connection, BERT) or pre")
+    flag("--max_offset", type=between(int, "[1, 1e5]"), help="rel, deberta, ... clip offsets here")
+    flag("--t5_max_distance", type=count, help="t5: from here on, distances share a bucket")
+    flag("--rope_base", type=positive, help="rope: base of the frequencies")
+    flag("--rope_scale", type=positive, help="rope: positions are divided by it")
 
     flag = parser.add_argument_group("objective").add_argument
     flag("--objective", help="pre-training objective, or a sum such as mlm+pplm")
@@ -274,7 +278,9 @@ def train(args, argv):
     # ---- a new run, or one to resume. identity: what determines its result
     identity = {f"--{k}": v for k, v in vars(args).items() if k not in FREE_FLAGS}
     identity |= {"--grad_accum times processes": n_micro, "the text": corpus.meta["digest"]}
-    if run.checkpoint:
+    if run.checkpoint:  # one from before a flag existed has its default
+        defaults = {f"--{k}": v for k, v in vars(EncoderConfig()).items()}
+        run.checkpoint["identity"] = defaults | run.checkpoint["identity"]
         step = run.load(identity, model, optimizer, scaler)
         lines = [f"resumed at step {step}"]
     else:

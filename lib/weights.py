@@ -18,24 +18,25 @@ def load_strict(module, weights, path):
 
 def warm_start(module, checkpoint, path) -> dict:
     """Copy the weights of a checkpoint that fit into a module (with `.encoder`) that may have
-    another positional scheme, objective or max_len.
+    another positional scheme, other settings of it, another objective or max_len.
 
     Weights are matched by name, so those of another scheme keep their initialization (Wang 2021
     replaces the scheme of a trained model). With a larger max_len, tables keep their trained rows
-    and get new ones (Wang 2021 trains at length 128, then at 512).
+    and get new ones (Wang 2021 trains at length 128, then at 512). With another max_offset, tables
+    keep their rows by offset.
     -> {"loaded": [...], "grown": [...], "new": [...], "dropped": [...]}: parameter names.
     Raises UserError if the encoders differ in anything else.
     """
-    given, own = checkpoint["model"], module.state_dict()
+    given, own = module.encoder.keep_offsets(checkpoint["model"], "encoder"), module.state_dict()
     old, new = checkpoint["config"], asdict(module.encoder.config)
-    fixed = sorted(new.keys() - {"pe", "max_len", "dropout", "attn_dropout"})
+    fixed = "vocab_size", "n_layer", "n_head", "d_model", "d_ff", "norm", "norm_eps"
     differ = [
         f"{key} is {old[key]} there, {new[key]} here" for key in fixed if old[key] != new[key]
     ]
     if differ:
         raise UserError(
-            f"{path}: {', '.join(differ)}; only the positional scheme, the objective and a larger "
-            "--block_size may differ"
+            f"{path}: {', '.join(differ)}; only the positional scheme and its settings, the "
+            "objective and a larger --block_size may differ"
         )
     old_len, added = old["max_len"], new["max_len"] - old["max_len"]
     if added < 0:

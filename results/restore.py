@@ -13,6 +13,7 @@ from collections import Counter
 
 import torch
 
+import objectives
 from lib.config import Parser, UserError, one_line_errors
 from lib.restore import MARGIN
 from tools import sample
@@ -47,7 +48,7 @@ def main(argv=None):
     parser.add_argument("--margin", type=float, default=MARGIN)
     with one_line_errors(), torch.no_grad():
         args = parser.parse_args(argv)
-        model = sample.load_pretraining(args.ckpt)
+        model = objectives.load(args.ckpt)
         if not {"pplm", "pplm_some"} & set(model.names):
             raise UserError(f"{args.ckpt} was trained with {'+'.join(model.names)}, without pplm")
         with open(args.text, encoding="utf-8") as handle:

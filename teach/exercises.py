@@ -55,11 +55,11 @@ EXERCISES = {
         "model.py",
         ["Block.attend"],
         "Vaswani 2017 eq 1",
-        task="x (B, L, C) -> (B, L, C). self.heads(x) gives q, k, v (B, H, L, D). scheme.terms(q, "
-        "k, pos, self.layer, bias) gives q, k and what is added to scheme.scale * q_i . k_j, "
-        "which may be None. The softmax over j is A; apply F.dropout(A, self.attn_dropout, "
-        "self.training). The output of a head is A v, plus scheme.values(A, pos, self.layer) if "
-        "scheme.has_values. Concatenate the heads and apply self.out.",
+        task="x (B, L, C) -> (B, L, C). self.normed_heads(x) gives q, k, v (B, H, L, D). "
+        "scheme.terms(q, k, pos, self.layer, bias) gives q, k and what is added to scheme.scale "
+        "* q_i . k_j, a tensor or 0. The softmax over j is A; apply F.dropout(A, "
+        "self.attn_dropout, self.training). The output of a head is A v, plus scheme.values(A, "
+        "pos, self.layer) if scheme.has_values. Concatenate the heads and apply self.out.",
         hint="the logits of all pairs are one matrix product, q @ k.transpose(-1, -2).",
         second_hint="j is the last dimension of the logits. A @ v is (B, H, L, D), and self.out "
         "takes (B, L, C): transpose dimensions 1 and 2, then reshape.",
@@ -98,15 +98,17 @@ EXERCISES = {
     "rotary": Exercise(
         20,
         "model.py",
-        ["Rotary.edit_qk", "Rotary.rotate"],
+        ["Rotary.rotation", "Rotary.rotate"],
         "Su 2021 eq 34",
-        task="q, k (B, H, L, D) -> the same shapes. frequencies(D, q) gives w (D/2,); pos.ids (1 "
-        "or B, L) holds the positions. Components 2n and 2n+1 are a point in a plane, rotated by "
-        "the angle position * w_n. edit_qk computes sines and cosines; rotate rotates one tensor.",
+        task="pos.ids (1 or B, L) holds the positions. Components 2n and 2n+1 of a query are a "
+        "point in a plane, rotated by the angle w_n * position / scale. rotation -> the cosines "
+        "and sines of all angles, (1 or B, 1, L, width/2) each, in dtype. frequencies(width, x, "
+        "base) gives w (width/2,), in the dtype of x but not in 16 bits. rotate: x (B, H, L, D) "
+        "-> the same shape.",
         hint="x[..., 0::2] and x[..., 1::2] are the two coordinates of all points.",
         second_hint="(a, b) becomes (a cos - b sin, a sin + b cos); torch.stack(..., dim=-1) and "
         "flatten(-2) interleave the two again. The angles pos.ids[..., None] * w are (1 or B, L, "
-        "D/2): insert a dimension for the heads, [:, None].",
+        "width/2): insert a dimension for the heads, [:, None].",
         tests="attention_equals_triple_loop and rope",
     ),
     "relative": Exercise(
@@ -116,13 +118,13 @@ EXERCISES = {
         "Shaw 2018 eq 3, 4",
         task="a is (R, D), one row per offset. offset_scores: q_i . a_r -> (B, H, L, L), without "
         "a scale; for deberta, a is (H, R, D). offset_values: sum_j A_ij a_r -> (B, H, L, D). "
-        "pos.offset_rows (1 or B, L, L) holds the row of each pair. Never build a tensor (L, L, "
+        "pos.offset_rows(R) (1 or B, L, L) gives the row of each pair. Never build a tensor (L, L, "
         "D).",
         hint="compute q_i . a_r for all R rows; each pair then picks one of these numbers. For "
         "the values, sum A by row first.",
-        second_hint="rows = pos.offset_rows[:, None].expand(B, H, L, L). scores.gather(-1, rows) "
-        "picks from scores (B, H, L, R); zeros (B, H, L, R).scatter_add(-1, rows, A) sums by row, "
-        "and the sums @ a are the values.",
+        second_hint="rows = pos.offset_rows(R)[:, None].expand(B, H, L, L). scores.gather(-1, "
+        "rows) picks from scores (B, H, L, R); zeros (B, H, L, R).scatter_add(-1, rows, A) sums "
+        "by row, and the sums @ a are the values.",
         tests="attention_equals_triple_loop and (rel or rsin or rlsin)",
     ),
     "mlm": Exercise(

@@ -19,7 +19,7 @@ def first_head(encoder, tokens):
     """Head 1 of layer 1 for tokens (1, L): q, k (L, D), and its weights w as naive.logit wants
     them. encoder.config.pe is t5 or tupe_r."""
     D, positions = encoder.config.d_head, Positions(torch.arange(tokens.size(1)))
-    q, k, _ = encoder.blocks[0].heads(encoder.embed(tokens, positions))  # (1, H, L, D)
+    q, k, _ = encoder.blocks[0].normed_heads(encoder.embed(tokens, positions))  # (1, H, L, D)
     [part] = encoder.scheme.parts.values()
     if encoder.config.pe == "t5":
         w = SimpleNamespace(b=part.table.weight[:, 0])

@@ -12,10 +12,11 @@ import transformers
 
 import data
 import finetune
+import objectives
 from lib import bpe
 from lib.files import read_checkpoint
 from tests.conftest import ROOT, one_line, run_train, weights
-from tools import hf, sample
+from tools import hf
 
 
 @torch.no_grad()
@@ -74,7 +75,7 @@ def roberta(tmp_path, monkeypatch):
 def test_a_roberta_is_imported_exactly(roberta, tmp_path):
     """The imported run computes what the model computed; exported and imported again, it is the
     same bit for bit. All three tokenizers give the same ids, offsets and padding."""
-    model = sample.load_pretraining(roberta.run)
+    model = objectives.load(roberta.run)
     encoder, embeddings = model.encoder, roberta.model.roberta.embeddings
     assert_same(model, roberta.model, roberta.order, 9)
     unused = embeddings.position_embeddings.weight[0] + embeddings.token_type_embeddings.weight[0]
@@ -132,7 +133,7 @@ def export(run, tmp_path):
         checkpoint = weights(folder)
         checkpoint["config"]["norm_eps"] = 1e-3
         torch.save(checkpoint, folder / "ckpt.pt")
-        model = sample.load_pretraining(folder)
+        model = objectives.load(folder)
         if task:
             classes = finetune.TASKS[task].classes
             checkpoint |= {"task": task, "classes": classes}

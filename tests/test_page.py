@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import objectives
 from data import validation_sequences
 from finetune import make_model, read_start
 from lib.restore import best_order
@@ -59,7 +60,7 @@ def in_browser(folder, runs, script, *flags):
 
 def rounded(path):
     """-> the model of a run with its weights as they are in a page."""
-    model = sample.load_pretraining(path)
+    model = objectives.load(path)
     for name, weight in model.named_parameters():
         if not name.startswith("encoder.scheme.") and weight.dim() == 2:
             integers, scale = page.quantize(name, weight.data)
@@ -308,7 +309,7 @@ def test_half_checkpoint(run, corpus, tmp_path):
     assert own.keys() - given.keys() == {"optimizer", "scaler"}
     for name, x in own["model"].items():
         assert torch.equal(given["model"][name], x.half() if x.dim() == 2 else x), name
-    models = [sample.load_pretraining(path) for path in (folder, small)]
+    models = [objectives.load(path) for path in (folder, small)]
     batch = models[0].corrupt(validation_sequences(corpus, 4, 16), 0)
     losses = [float(model(batch)[0]) for model in models]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)

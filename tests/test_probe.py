@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 
 import data
+import objectives
 from model import UNKNOWN_POS
 from objectives import random_tokens, seeded_generator, shuffled_positions
 from test_all import ALL_PE, CLS, MASK, SEP, close, corrupted, enlarge, pretraining, sequences, tiny
@@ -198,7 +199,7 @@ def test_losses_of_a_run(runs, corpus, tmp_path):
     aiv = pytest.approx(probe.aiv(np.array(found["map"])), abs=1e-3)  # of a rounded map
     assert found["indicators"]["with_specials"]["aiv"] == aiv
     assert {file.stem for file in tmp_path.glob("out/*.png")} == {"map", "vectors", "proximity"}
-    model, expected = probe.load_pretraining(runs / "both"), defaultdict(float)
+    model, expected = objectives.load(runs / "both"), defaultdict(float)
     for number, tokens in enumerate(probe.validation_batches(corpus, 16)):
         batch, share = model.corrupt(tokens, "validation", number), len(tokens) / 9
         generator, x = seeded_generator("cpu", "ablation", number), batch["tokens"]
@@ -242,19 +243,19 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
     """TACO app. A.3: the mean cosine of each token with the others of its sequence, and with those
     of other sequences, for each kept checkpoint; the spread of hidden states; the mean cosine of
     pairs of words."""
-    load = probe.load_pretraining
+    load = objectives.load
 
     def load_enlarged(file):  # so that every weight matters
         torch.manual_seed(0)
         return enlarge(load(file))
 
-    monkeypatch.setattr(dynamics, "load_pretraining", load_enlarged)
+    monkeypatch.setattr(objectives, "load", load_enlarged)
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("array\tvalues\t9.1\nreturn\tdocumentation\t1.5\n")
     flags = ["--ckpt", runs / "abs", "--pairs", pairs]
     rows = results(dynamics.main, tmp_path / "out", *flags)["steps"]
     assert [row["step"] for row in rows] == [4, 8, 12]
-    encoder = dynamics.load_pretraining(runs / "abs" / "ckpt_8.pt").encoder
+    encoder = objectives.load(runs / "abs" / "ckpt_8.pt").encoder
     tokens = dynamics.validation_sequences(corpus, 128, 16)
     chosen = (tokens < encoder.config.cls_id).nonzero()
     hidden = encoder(tokens)[tuple(chosen.T)]
@@ -289,8 +290,8 @@ def test_blimp_of_a_run(runs, tmp_path):
 
 def test_lengths_of_a_run(runs, corpus, tmp_path, monkeypatch):
     """A loss by position is the mean over single sequences, which all have the same text."""
-    model = enlarge(probe.load_pretraining(runs / "both")).double()
-    monkeypatch.setattr(lengths, "load_pretraining", lambda path: model)
+    model = enlarge(objectives.load(runs / "both")).double()
+    monkeypatch.setattr(objectives, "load", lambda path: model)
     monkeypatch.setattr(lengths, "BATCH_TOKENS", 80)
     found = results(lengths.main, tmp_path, "--ckpt", runs / "both", "--lengths", "40,16")
     cfg, mlm = model.encoder.config, model.objectives["mlm"]

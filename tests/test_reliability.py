@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+import objectives
 import train
 from lib.files import lock
 from test_all import let_overflow
@@ -26,7 +27,6 @@ from tests.conftest import (
     weights,
     write_corpus,
 )
-from tools.sample import load_pretraining
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -48,7 +48,7 @@ def test_damaged_and_busy_folders(run, capsys):
     torch.save({"some": "dictionary"}, folder / "other.pt")
     for content in (good[: len(good) // 2], (folder / "other.pt").read_bytes()):
         file.write_bytes(content)
-        refuses("ckpt.pt is not a (readable )?checkpoint", load_pretraining, folder)
+        refuses("ckpt.pt is not a (readable )?checkpoint", objectives.load, folder)
         for name, flags in (("run", "--resume"), ("new", f"--init_from {folder}")):
             assert "ckpt.pt is not a" in one_line(capsys, run, name, f"--steps 3 {flags}")
     file.write_bytes(good)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import finetune
+import objectives
 from lib.files import read_checkpoint
 from lib.restore import best_order, exchange_words
 from model import UNKNOWN_POS
@@ -36,7 +37,7 @@ def runs(corpus_file, cache, tmp_path_factory):
 def test_predictions_for_masks_and_pairs(runs, capsys):
     """For [MASK], the five most likely ordinary tokens are given; nsp's probability is the one in
     its loss."""
-    model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
+    model = objectives.load(runs / "mlm+nsp+pplm+tc")
     encoder, heads, cls_id = model.encoder, model.objectives, model.encoder.config.cls_id
     tokens = sample.encode(encoder, "the [MASK] fox")
     assert encoder.tokenizer.decode(tokens[0].tolist()) == "[CLS]the[MASK] fox[SEP]"
@@ -82,7 +83,7 @@ def test_best_order_and_restoring(runs):
         moved += changed
     assert moved > 10
 
-    model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
+    model = objectives.load(runs / "mlm+nsp+pplm+tc")
     pplm = model.objectives["pplm"]
     n = sample.encode(model.encoder, " " + TEXT).size(1) - 2
     know_offsets(pplm, torch.arange(1, n + 1))
@@ -140,9 +141,9 @@ def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
         (None, "0 restored, 2 left, 0 wrong"),
         (true.flip(0), "0 restored, 0 left, 2 wrong"),
     ):
-        model = sample.load_pretraining(runs / "mlm+nsp+pplm+tc")
+        model = objectives.load(runs / "mlm+nsp+pplm+tc")
         know_offsets(model.objectives["pplm"], known)
-        monkeypatch.setattr(sample, "load_pretraining", lambda path: model)
+        monkeypatch.setattr(objectives, "load", lambda path: model)
         restore.main([str(runs / "mlm+nsp+pplm+tc"), "--text", str(text)])
         assert capsys.readouterr().out.count(outcome) == 2  # even and odd lines
         monkeypatch.undo()

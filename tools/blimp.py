@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm  # comes with datasets
 
+import objectives
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
 from model import UNKNOWN_POS
 from tools.output import add_run_flags, output_folder, print_table, write_numbers
-from tools.sample import load_pretraining, position_objective
+from tools.sample import position_objective
 
 BATCH_TOKENS = 8192  # tokens per batch
 TIE_NATS = 1e-4  # scores that are closer than this tie
@@ -163,7 +164,7 @@ def main(argv=None):
         args = parser.parse_args(argv)
         keep_memory()
         pairs, path = read_pairs(args.pairs), args.ckpt or newest_run()
-        model = load_pretraining(path).to(pick_device(args.device))
+        model = objectives.load(path).to(pick_device(args.device))
         results = score_pairs(model, pairs)
         file = output_folder(path, "blimp", args.out_dir) / "blimp.json"
         write_numbers(file, results)

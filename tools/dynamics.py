@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import objectives
 from data import validation_sequences
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
 from tools.output import add_run_flags, print_table, write
 from tools.probe import run_corpus, token_spread
-from tools.sample import load_pretraining
 
 SEQUENCES = 128  # validation sequences that are used
 
@@ -63,7 +63,7 @@ def dynamics(folder, pairs, out_dir, device):
     if not checkpoints:
         raise UserError(f"{folder} has no ckpt_<step>.pt: train with --keep_every N")
     for step, file in sorted(checkpoints.items()):
-        model = load_pretraining(file)
+        model = objectives.load(file)
         cfg, encoder = model.encoder.config, model.encoder.to(device)
         if tokens is None:
             corpus = run_corpus(model.run_info)

@@ -220,8 +220,8 @@ def export_run(run, folder):
         decoder.bias[their_ids] = weights["objectives.mlm.bias"]
     if hasattr(embeddings, "position_embeddings"):  # RoFormer has none
         pos = torch.arange(-2, cfg.max_len).clamp(min=UNKNOWN_POS)
-        vectors = scheme.embed(Positions(pos[:, None]))  # (max_len + 2, 1, C)
-        embeddings.position_embeddings.weight[:] = 0 if vectors is None else vectors[:, 0]
+        table = embeddings.position_embeddings.weight.zero_()
+        table[:, None] += scheme.embed(Positions(pos[:, None]))  # (max_len + 2, 1, C) or 0
     if hasattr(embeddings, "token_type_embeddings"):  # MPNet has none
         embeddings.token_type_embeddings.weight.zero_()
     if "T5Bias" in scheme.parts:  # all rows except that of masked positions

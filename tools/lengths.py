@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import objectives
 from data import validation_sequences
 from lib.config import Parser, UserError, between, one_line_errors
 from lib.device import keep_memory, pick_device
@@ -17,7 +18,6 @@ from lib.files import newest_run
 from objectives import new_batch, seeded_generator
 from tools.output import add_run_flags, output_folder, print_table, write_numbers
 from tools.probe import run_corpus
-from tools.sample import load_pretraining
 
 BATCH_TOKENS = 8192  # tokens per batch
 TEXT_TOKENS = 65_536  # tokens of the validation text that are used
@@ -77,7 +77,7 @@ def main(argv=None):
         args = parser.parse_args(argv)
         keep_memory()
         lengths, path = args.lengths, args.ckpt or newest_run()
-        model = load_pretraining(path)
+        model = objectives.load(path)
         if "mlm" not in model.objectives:
             raise UserError(
                 f"only mlm can be scored; {path} was trained with {'+'.join(model.names)}"

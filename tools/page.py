@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 
 import model as schemes
+import objectives
 from lib.config import Parser, UserError, one_line_errors
 from lib.files import atomic_write, newest_run, read_checkpoint, write_checkpoint
 from lib.restore import MARGIN
 from model import Component, Positions, parse_pe
-from tools.sample import load_pretraining
 
 SOURCE = Path(__file__).resolve().with_name("page.html")
 ROOT = SOURCE.parent.parent  # of the repository: a page inside it has links to its pages
@@ -143,7 +143,7 @@ def tables_of(encoder):
     if "BertAD" in encoder.scheme.parts:
         heads = encoder.scheme.parts["BertAD"].positions(pos)  # (1, H, n, D) each
         tables["q"], tables["k"] = (x.transpose(1, 2).flatten(2) for x in heads)  # (1, n, C)
-    return {name: table[0] for name, table in tables.items() if table is not None}
+    return {name: table[0] for name, table in tables.items() if isinstance(table, torch.Tensor)}
 
 
 def offset_vectors(encoder, layer):
@@ -151,6 +151,7 @@ def offset_vectors(encoder, layer):
     and k_j . queries_-r are added to the scores of a pair, and A_ij values_r to the output."""
     cfg, total = encoder.config, {}
     H, D, n = cfg.n_head, cfg.d_head, min(cfg.max_len, MAX_TOKENS)
+    rows = torch.arange(1 - n, n).clamp(-cfg.max_offset, cfg.max_offset) + cfg.max_offset
     for part in encoder.scheme.parts.values():
         vectors = {}
         if isinstance(part, schemes.Relative):
@@ -164,8 +165,7 @@ def offset_vectors(encoder, layer):
             keys, queries = both.unflatten(-1, (2, H, D)).permute(1, 2, 0, 3)  # (H, R, D) each
             vectors = {"keys": keys, "queries": queries}
         for name, a in vectors.items():
-            a = a.expand(H, -1, D)[:, schemes.MAX_OFFSET + 1 - n : schemes.MAX_OFFSET + n]
-            total[name] = total.get(name, 0) + a
+            total[name] = total.get(name, 0) + a.expand(H, -1, D)[:, rows]
     return total
 
 
@@ -213,7 +213,7 @@ def page_text(paths, args):
     top = os.path.commonpath([path.parent for path in files])
     runs, tokenizers = [], []
     for path, name in zip(paths, files):
-        model = load_pretraining(path)
+        model = objectives.load(path)
         check(path, model)
         ranks = model.run_info["tokenizer"]["mergeable_ranks"]
         tokens = [token.decode("latin-1") for token in sorted(ranks, key=ranks.get)]

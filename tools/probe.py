@@ -36,13 +36,13 @@ import pandas  # comes with datasets
 import torch
 import torch.nn.functional as F
 
+import objectives
 from data import open_corpus, validation_batches
 from finetune import best_runs
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run, read_json, read_jsonl
 from model import (
-    MAX_OFFSET,
     PE_NAMES,
     Encoder,
     EncoderConfig,
@@ -56,7 +56,7 @@ from model import (
 )
 from objectives import new_batch, random_tokens, seeded_generator, shuffled_positions
 from tools.output import add_run_flags, output_folder, print_table, write
-from tools.sample import load_pretraining, position_objective
+from tools.sample import position_objective
 
 MAX_POSITIONS = 128  # positions that are probed, as in Wang 2021
 TIE = 1e-12  # differences below this share of the largest entry are rounding errors
@@ -126,7 +126,7 @@ def indicators(A):
 def attention_logits(encoder, tokens, causal=False):
     """The attention logits of layer 1, before the softmax -> (B, H, L, L)."""
     pos = Positions.of(tokens)
-    q, k, _ = encoder.blocks[0].heads(encoder.embed(tokens, pos))
+    q, k, _ = encoder.blocks[0].normed_heads(encoder.embed(tokens, pos))
     return encoder.logits(q, k, pos, 0, causal=causal)
 
 
@@ -281,10 +281,11 @@ def position_vectors(encoder):
     has them, in float64."""
     vectors, scheme = {}, encoder.scheme
     L = min(MAX_POSITIONS, encoder.config.max_len)
-    m = min(MAX_OFFSET, L - 1)  # larger offsets do not occur in training
-    offsets = slice(MAX_OFFSET - m, MAX_OFFSET + m + 1)
+    zero = encoder.config.max_offset  # the row of offset 0
+    m = min(zero, L - 1)  # larger offsets do not occur in training
+    offsets = slice(zero - m, zero + m + 1)
     p = scheme.embed(Positions(torch.arange(L)))
-    if p is not None:
+    if isinstance(p, torch.Tensor):
         vectors["position"] = p[0]
     for part in scheme.modules():
         if isinstance(part, UntiedPositions):  # TUPE, bert_ad: what U_Q and U_K are applied to
@@ -361,7 +362,7 @@ def figures_of(encoder, logits):
 def examine(path, device):
     """-> the model on the CPU in float64, the mean logits (H, L, L) of the identical-word probe,
     its map A (L, L), and the numbers for probe.json. Raises UserError, OSError."""
-    model = load_pretraining(path)
+    model = objectives.load(path)
     losses = {"words": dict.fromkeys(("true", "random", "shuffled", "auc"))}
     losses |= {"mlm": None, "mlm_shuffled": None, "spread": None}
     try:

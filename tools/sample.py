@@ -18,18 +18,15 @@ a task (finetune.py)     one text, or 'one ||| two'   predictions with probabili
 
 import contextlib
 import os
-from argparse import Namespace
 
-import tiktoken
 import torch
 
+import objectives
 from finetune import LIBRARY_NAMES, TASKS, load_finetuned, rank
-from lib.config import Parser, UserError, one_line_errors, pick_fields
+from lib.config import Parser, UserError, one_line_errors
 from lib.files import newest_run, read_checkpoint
 from lib.squad import Question
-from lib.weights import load_strict
-from model import Encoder, EncoderConfig
-from objectives import ObjectiveConfig, Pretraining, token_strings
+from objectives import token_strings
 
 NEXT_TOKENS = 20  # tokens that clm generates
 TEXTS = {
@@ -42,25 +39,6 @@ TEXTS = {
 
 # --------------------------------------------------------------------------------------------------
 # A model and its input
-
-
-def load_pretraining(path) -> Pretraining:
-    """A run folder or checkpoint file -> the encoder with the heads of its objectives, in eval
-    mode, without gradients; `.run_info` is the checkpoint without its weights. Raises
-    UserError."""
-    checkpoint = read_checkpoint(path)
-    if "task" in checkpoint:
-        raise UserError(
-            f"{path} is fine-tuned, without the heads of pre-training: give the run that it "
-            "started from"
-        )
-    encoder = Encoder(EncoderConfig(**checkpoint["config"]))
-    encoder.tokenizer = tiktoken.Encoding(**checkpoint["tokenizer"])
-    args = Namespace(**checkpoint["args"])
-    model = Pretraining(encoder, pick_fields(ObjectiveConfig, args))
-    load_strict(model, checkpoint["model"], path)
-    model.run_info = {k: v for k, v in checkpoint.items() if k not in ("model", "optimizer")}
-    return model.requires_grad_(False).eval()
 
 
 def position_objective(model):
@@ -206,7 +184,7 @@ def main(argv=None):
             print_output, trained_on = print_predictions, model.name
             accepted = " ||| ".join(TASKS[model.name].texts)
         else:
-            model = load_pretraining(path)
+            model = objectives.load(path)
             print_output, trained_on = print_sample, "+".join(model.names)
             accepted = accepted_texts(model)
         print(f"{path}: {model.encoder.config.pe}, {trained_on}")

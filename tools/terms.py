@@ -12,12 +12,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import objectives
 from lib.config import Parser, one_line_errors
 from lib.device import keep_memory
 from lib.files import newest_run
 from model import Positions, Tupe
 from tools.output import output_folder, write
-from tools.sample import encode, load_pretraining
+from tools.sample import encode
 
 SENTENCE = "Return the index of the key in the list."
 
@@ -34,8 +35,7 @@ def logit_terms(encoder, tokens):
         return qkv.permute(2, 0, 3, 1, 4)
 
     x = encoder.tok(tokens) * scheme.token_scale  # (1, L, C)
-    p = scheme.embed(pos)
-    p = torch.zeros_like(x) if p is None else p
+    p = torch.zeros_like(x) + scheme.embed(pos)
     for norm in (encoder.norm, block.norm1)[: 1 + block.pre]:
         # Given the standard deviation of x + p, LayerNorm is linear. Its bias, and those of W_Q and
         # W_K below, are counted as token terms, as in a model without input positions.
@@ -64,7 +64,7 @@ def logit_terms(encoder, tokens):
         v = rf"\mathrm{{reset}}({v})" if parts[0].reset else v
         title = f"position-to-position: ${v}$"
     terms[title] = rest
-    return {title: term[0] for title, term in terms.items() if term is not None and term.any()}
+    return {title: term[0] for title, term in terms.items() if torch.as_tensor(term).any()}
 
 
 def draw_terms(file, runs, title=None):
@@ -100,7 +100,7 @@ def split_logits(paths, text, out_dir):
     """Write and draw the terms of the logits of a sentence."""
     runs = []
     for path in paths:
-        model = load_pretraining(path).double()
+        model = objectives.load(path).double()
         encoder, tokens = model.encoder, encode(model.encoder, text)
         maps = logit_terms(encoder, tokens)
         total, first = sum(maps.values()), next(iter(maps.values()))
