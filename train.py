@@ -78,7 +78,7 @@ PRESETS = {
                 grad_accum=1, lr=2e-3, warmup=500, steps=3000, mask_rate=.15, dropout=0.,
                 **ADAM_98, **DOCS),
     "pairs": dict(n_layer=4, d_model=128, n_head=16, d_ff=512, block_size=16, batch_size=128,
-                  grad_accum=1, lr=3e-3, warmup=500, steps=2000, mask_rate=.15, pos_rate=.15,
+                  grad_accum=1, lr=3e-3, warmup=500, steps=2000, mask_rate=.15, pos_rate=.30,
                   norm="pre", dropout=0., **ADAM_98, **DOCS),
     "rpp": dict(n_layer=12, d_model=256, n_head=16, d_ff=1024, block_size=128, batch_size=64,
                 grad_accum=1, lr=5e-4, warmup=1000, steps=40_000, mask_rate=.30, **ADAM_98, **WEB),

@@ -128,7 +128,7 @@ def test_what_the_summary_says(capsys):
         --pe none | 6 6 2 3 | order is not used; try another --pe
         --pe abs | 6 7 4.268 4.268 | 4.268 nats, below prior 4.444, above copy 4.199; try more
         --norm post | 6 7 4.5 4.5 | 4.500 nats, above prior; not used; --preset pairs: --norm pre
-        --preset demo | 6 7 3 3 | not used; --block_size 16 --norm pre --n_head 16 --pos_rate 0.15
+        --preset demo | 6 7 3 3 | not used; --block_size 16 --norm pre --n_head 16 --pos_rate 0.3
         --pe abs | 6 7 1.251 1.262 | 1.251 nats, below copy; 1.262: the tokens are used
         """.strip().splitlines():
         flags, losses, expected = case.split(" | ")
