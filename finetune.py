@@ -46,7 +46,7 @@ from lib.files import (
     write_checkpoint,
 )
 from lib.glue import GLUE, Task, paper_averages, read_split
-from lib.run import broken
+from lib.run import broken, clip_and_step
 from lib.sources import DOCS_LIBRARIES
 from lib.squad import SQUAD, SQUAD_V2
 from lib.weights import load_strict, warm_start
@@ -357,13 +357,7 @@ def train(model, rows, chosen, lr, seed, args):
             loss = model.loss(tokens, pad, labels)
         scaler.scale(loss).backward()
 
-        # Clip and update. With fp16 the scaler skips a step with a non-finite gradient.
-        scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-
+        grad_norm = clip_and_step(model, optimizer, scaler)
         bad |= ~(loss.detach() + grad_norm).isfinite()
         if (step % 200 == 199 or step + 1 == steps) and broken(bad, scaler):  # a CPU-GPU sync
             message = f"{model.name} seed {seed}: loss or gradient not finite near step {step + 1}"

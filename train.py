@@ -22,7 +22,6 @@ from datetime import timedelta
 import tiktoken
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from data import Batches, add_data_flags, prepare, validation_batches
@@ -48,7 +47,15 @@ from lib.device import (
     pick_dtype,
 )
 from lib.files import read_checkpoint
-from lib.run import RunFolder, broken, catch_signals, format_row, print_start, print_summary
+from lib.run import (
+    RunFolder,
+    broken,
+    catch_signals,
+    clip_and_step,
+    format_row,
+    print_start,
+    print_summary,
+)
 from lib.weights import load_strict, warm_start
 from model import PE_NAMES, Encoder, EncoderConfig
 from objectives import (
@@ -347,13 +354,7 @@ def train(args, argv):
                 for name, value in {"loss": loss.detach(), **scalars}.items():
                     sums[name] += value / args.grad_accum
 
-            # Clip and update. The scaler does nothing except in fp16, where it skips a step with a
-            # gradient that is not finite.
-            scaler.unscale_(optimizer)
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            grad_norm = clip_and_step(model, optimizer, scaler)
             bad |= ~(grad_norm + loss.detach()).isfinite()  # looked at when logging
             step += 1
 

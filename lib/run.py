@@ -8,6 +8,8 @@ import shlex
 import signal
 from pathlib import Path
 
+import torch.nn as nn
+
 from lib.baselines import KNOWS, compare
 from lib.config import UserError
 from lib.files import (
@@ -84,6 +86,18 @@ class RunFolder:
         if keep:
             write_checkpoint(self.path / f"ckpt_{state['step']}.pt", state)
         write_checkpoint(self.path / "ckpt.pt", state)
+
+
+def clip_and_step(model, optimizer, scaler):
+    """Clip the gradients, update the weights, and drop the gradients -> their norm before clipping.
+    The scaler does nothing except in fp16, where it skips a step with a gradient that is not
+    finite."""
+    scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return grad_norm
 
 
 def broken(bad, scaler):

@@ -15,7 +15,6 @@ from statistics import median
 from time import perf_counter
 
 import torch
-import torch.nn as nn
 from tqdm import tqdm  # comes with datasets
 
 import data
@@ -23,6 +22,7 @@ import train
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import autocast, keep_memory, pick_device, pick_dtype, processor_name
 from lib.files import read_json, write_json
+from lib.run import clip_and_step
 from tools.bench import PEERS, Peer
 
 FILE = Path(__file__).with_name("bench-race.json")
@@ -52,11 +52,7 @@ def start(name, args, corpus, batches):
         with autocast(args.device, args.dtype):
             loss = model(model.corrupt(tokens, args.seed, number, 0))[0]
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        clip_and_step(model, optimizer, scaler)
         loss.item()  # wait for a GPU
         return perf_counter() - began
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # fmt: off
 MUTANTS = {
     "model.py": [
-        ("bias, scheme.scale).softmax(-1)", "bias, scheme.scale).softmax(-2)",
+        ("added, scheme.scale).softmax(-1)", "added, scheme.scale).softmax(-2)",
          "softmax over queries"),
         ("self.fc1(self.norm2(x) if self.pre else x)", "self.fc1(x)",
          "norm pre without the LayerNorm of the feed-forward layer"),
@@ -64,7 +64,7 @@ MUTANTS = {
         ("(i_moved | j_moved)", "(i_moved & j_moved)",
          "pmlm scores pairs with two masked positions"),
         ("/ q.size(-1) ** 0.5", "/ q.size(-1)", "scale of the pair head's content scores"),
-        ("(states[-1]), encoder.config.n_layer", "(states[-1]), encoder.config.n_layer - 1",
+        ("layer = encoder.config.n_layer\n", "layer = encoder.config.n_layer - 1\n",
          "the pair head shares the last layer's positional weights"),
         ("(self.cfg.tc_window - 1) // 2", "self.cfg.tc_window - 1", "tc's window twice as wide"),
         ("torch.where(u >= first, u + m[..., None], u)", "u", "negatives from the same sequence"),
@@ -84,12 +84,12 @@ MUTANTS = {
     "lib/run.py": [
         ('optimizer.load_state_dict(self.checkpoint["optimizer"])', "pass",
          "resume without the optimizer"),
+        ("model.parameters(), 1.0)", "model.parameters(), 10.0)", "clipping at 10"),
     ],
     "train.py": [
         ("(args.steps - step) /", "(args.steps - step - 1) /", "learning rate 0 in the last step"),
         ('"weight_decay": 0.0}', '"weight_decay": args.weight_decay}', "weight decay on vectors"),
         ("scale(loss / args.grad_accum)", "scale(loss)", "accumulation without division"),
-        ("model.parameters(), 1.0)", "model.parameters(), 10.0)", "clipping at 10"),
         ("index = step * n_micro + micro", "index = step + micro", "micro-batches seen twice"),
         ("len(tokens) / n\n", "1 / len(validation)\n", "small validation batches count more"),
     ],

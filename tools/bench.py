@@ -42,6 +42,7 @@ from lib.device import (
     processor_name,
 )
 from lib.files import write_json
+from lib.run import clip_and_step
 from model import PE_NAMES
 from objectives import MLM, OBJECTIVES
 
@@ -157,11 +158,7 @@ def make_step(v, args):
         with autocast(device, dtype):
             loss, _ = net(batch)
         scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        clip_and_step(model, optimizer, scaler)
         loss.item()  # wait for the GPU
         return perf_counter() - start
 
