@@ -1,10 +1,9 @@
 """Baselines: the losses, in nats, of predictors that know only part of the input.
 
 For pplm and its variants, sequences have n = L - 2 eligible tokens, and `prior` is p(r) ~ n - |r|
-for r != 0. Each later baseline also knows what the earlier ones know: `copy` knows the two
-assigned positions but no token, `selected` which positions were selected, `moved` which of them
-really moved. A loss below `copy` means that the model uses token identity; a loss below `moved`,
-`free_slots` or `some_moved` means that it has learned order.
+for r != 0. The others also know a pair's two assigned positions, but no token. A loss below `copy`
+means that the model uses token identity. `free_slots` and `some_moved` know which positions were
+masked or moved, too: a loss below them means that it has learned order.
 """
 
 import functools
@@ -18,14 +17,12 @@ KNOWS = {  # "a predictor that knows only ..."
     "constant": "class frequencies",
     "prior": "the frequency of each offset",
     "copy": "the two assigned positions",
-    "selected": "also which positions were selected",
-    "moved": "also which positions really moved",
     "free_slots": "which positions are masked",
     "some_moved": "which positions really moved",
     "binary": "how often the assigned offset is the true one",
 }
 POSITION_BASELINES = {
-    "pplm": ("prior", "copy", "selected", "moved"),
+    "pplm": ("prior", "copy"),
     "pmlm": ("prior", "free_slots"),
     "pplm_some": ("prior", "some_moved"),
     "pplm_binary": ("binary",),
@@ -81,9 +78,8 @@ def position_baselines(L, rate) -> dict:
     """
     n, rng = L - 2, np.random.default_rng(0)
     k, samples = round(rate * n), min(4000, max(16, 2**26 // L**2))  # a few seconds for any L
-    pairs = n * (n - 1)
-    both, one = k * (k - 1) / pairs, 2 * k * (n - k) / pairs  # shares: both, one selected
-    copy = inside = kept = moved = some = some_pairs = 0.0  # sums over the samples
+    both, one = k * (k - 1), 2 * k * (n - k)  # the number of pairs: both, one selected
+    copy = inside = kept = some = some_pairs = 0.0  # sums over the samples
     for _ in range(samples):
         a, b = rng.choice(n, 2, replace=False)
         weights = copy_weights(n, k, a, b)
@@ -93,22 +89,15 @@ def position_baselines(L, rate) -> dict:
         inside += offset_entropy(selected, np.ones((k, k)))
         selected = selected[selected != rng.permutation(selected)]
         m = len(selected)  # the number that really moved
-        if m == 0:
-            continue  # no token moved: the loss is 0
-        # Weight by the number of pairs: m (m - 1) in which both moved, 2 m (n - m) with one.
-        two_moved = m * (m - 1) * offset_entropy(selected, moved_weights(m))
-        some += two_moved
-        some_pairs += m * (m - 1)
-        moved += two_moved + 2 * m * (n - m) * math.log(m - 1)
-    inside = both * inside / samples + one * math.log(k)
+        if m:
+            some += m * (m - 1) * offset_entropy(selected, moved_weights(m))
+            some_pairs += m * (m - 1)
     p = kept / samples
     r = np.arange(-n + 1, n)
     return {
         "prior": entropy(np.where(r == 0, 0, n - abs(r))),
         "copy": copy / samples,
-        "selected": inside,
-        "moved": moved / pairs / samples,
-        "free_slots": inside / (both + one),
+        "free_slots": (both * inside / samples + one * math.log(k)) / (both + one),
         "some_moved": some / max(1, some_pairs),
         "binary": entropy(np.array([p, 1 - p])),
     }
