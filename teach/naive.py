@@ -32,6 +32,7 @@ from math import cos, log, sin, sqrt
 import torch
 
 MASKED = -1  # the id of a masked position, and the index of the last row of a table
+TUPE = ("tupe_a", "tupe_r", "tupe_a_tie_cls", "tupe_r_tie_cls", "tupe_a_free", "tupe_r_factored")
 
 
 def at_input(name, x, position, w):
@@ -70,12 +71,12 @@ def logit(scheme, q, k, i, j, pos, weights):
         elif name == "bert_ad":  # TUPE sec 4.3: token + position, with separate projections
             terms = 4
             q_i, k_j = q[i] + w.p[pos[i]] @ w.U_Q, k[j] + w.p[pos[j]] @ w.U_K
-        elif name.startswith("tupe") or name == "t5_untie_cls":  # tokens and positions separately
-            terms = 1 if name == "t5_untie_cls" else 2
-            untied = not name.endswith("_tie_cls")
-            if untied and i == 0:  # attention from [CLS] does not depend on distance (TUPE eq 9)
+        elif name in TUPE or name == "t5_untie_cls":  # tokens and positions separately
+            terms = 2 if name in TUPE else 1
+            tied = name in ("tupe_a_tie_cls", "tupe_r_tie_cls")
+            if i == 0 and not tied:  # attention from [CLS] does not depend on distance (TUPE eq 9)
                 s += w.theta[0]
-            elif untied and j == 0:  # nor does attention to [CLS]
+            elif j == 0 and not tied:  # nor does attention to [CLS]
                 s += w.theta[1]
             else:
                 s += positional_logit(name, w, pos[i], pos[j], r, masked, D)
@@ -86,16 +87,16 @@ def logit(scheme, q, k, i, j, pos, weights):
 
 def positional_logit(name, w, pos_i, pos_j, r, masked, D):
     """TUPE's v_ij, which depends on the two positions and not on the tokens."""
-    v = 0.0
     if name == "tupe_a_free":  # TUPE sec 5: a free number per pair of positions
         return w.M[pos_i, pos_j]
-    if name.startswith("tupe"):  # TUPE eq 10; w.p after its LayerNorm
-        v = (w.p[pos_i] @ w.U_Q) @ (w.p[pos_j] @ w.U_K) / sqrt(2 * D)
+    if name == "t5_untie_cls":  # T5's b_r alone
+        return w.b[32 if masked else bucket(r)]
+    v = (w.p[pos_i] @ w.U_Q) @ (w.p[pos_j] @ w.U_K) / sqrt(2 * D)  # TUPE eq 10; p after LayerNorm
+    if name in ("tupe_r", "tupe_r_tie_cls"):  # TUPE eq 11: plus T5's b_r
+        v = v + w.b[32 if masked else bucket(r)]
     if name == "tupe_r_factored":  # TUPE sec 5: b_r as the product of two projections of a_r
         a = w.a[offset_row(r, masked)]
-        return v + (a @ w.F_Q) @ (a @ w.F_K)
-    if name.startswith("tupe_r") or name == "t5_untie_cls":  # TUPE eq 11: plus T5's b_r
-        v = v + w.b[32 if masked else bucket(r)]
+        v = v + (a @ w.F_Q) @ (a @ w.F_K)
     return v
 
 
