@@ -30,9 +30,9 @@ import tiktoken
 import torch
 from tqdm import tqdm  # comes with datasets
 
-from lib.bpe import bpe_state, encoding_arguments, gpt2_state
+from lib.bpe import bpe_state, encoding_arguments, gpt2_state, tokenizer_hash
 from lib.config import Parser, UserError, one_line_errors
-from lib.files import atomic_write, lock, read_json, write_json
+from lib.files import DAMAGE, atomic_write, lock, make_folder, opening, read_json, write_json
 from lib.sources import docs_versions, find_source
 
 ENCODE_CHUNK = 100_000  # characters tokenized at once: bounds memory if a document is one line
@@ -56,7 +56,7 @@ class Corpus:
 
     @property
     def vocab_size(self):
-        return self.meta["vocab_size"]
+        return len(self.tokenizer["ranks"]) + len(self.tokenizer["specials"])
 
     def n_sequences(self, split, L):
         return len(getattr(self, split)) // (L - 2)
@@ -75,36 +75,37 @@ class Corpus:
 def prepare(dataset, tokenizer, cache, text_column="text", books_dataset=BOOKS_DATASET) -> Corpus:
     """Documents -> tokenizer -> tokens on disk -> Corpus. Existing results are reused.
 
-    Raises UserError, OSError.
+    Raises UserError, RunFailure.
     """
-    if folder := find_prepared(dataset, tokenizer, cache):
-        return open_corpus(folder)
-    source = find_source(dataset, text_column, books_dataset)
-    folder = Path(cache) / f"{source.name}-{tokenizer}"
-    if not (folder / "meta.json").exists():
-        parts = source.parts()
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder, "preparing data", wait=True):
-            if not (folder / "meta.json").exists():  # another process may have made it meanwhile
-                state = gpt2_state() if tokenizer == "gpt2" else bpe_state(parts)
-                write_json(folder / "tokenizer.json", state)
-                write_tokens(source, parts, state, folder, dataset)
+    folder = find_prepared(dataset, tokenizer, cache)
+    if not folder:
+        source = find_source(dataset, text_column, books_dataset)
+        folder = Path(cache) / f"{source.name}-{tokenizer}"
+        if not os.path.exists(folder / "meta.json"):
+            parts = source.parts()
+            make_folder(folder)
+            with lock(folder, "preparing data", wait=True):
+                if not os.path.exists(folder / "meta.json"):  # another process may have made it
+                    state = gpt2_state() if tokenizer == "gpt2" else bpe_state(parts)
+                    write_json(folder / "tokenizer.json", state)
+                    write_tokens(source, parts, state, folder, dataset)
     return open_corpus(folder)
 
 
 def find_prepared(dataset, tokenizer, cache):
     """-> the folder if `dataset` is a prepared folder, or docs prepared from the installed library
     versions (reading them again takes 25 s); else None. Raises UserError."""
-    folder = Path(dataset)
-    if (folder / "meta.json").exists():
-        used = read_json(folder / "meta.json")["tokenizer"]
+    if os.path.exists(file := os.path.join(dataset, "meta.json")):
+        with opening(file, *DAMAGE):
+            used = read_json(file)["tokenizer"]
         if used != tokenizer:
-            raise UserError(f"{folder} was prepared with --tokenizer {used}: give that flag")
-        return folder
+            raise UserError(f"{dataset} was prepared with --tokenizer {used}: give that flag")
+        return Path(dataset)
     if dataset == "docs":
         for file in Path(cache).glob(f"docs-*-{tokenizer}/meta.json"):
-            if read_json(file)["source"].get("versions") == docs_versions():
-                return file.parent
+            with opening(file, *DAMAGE):
+                if read_json(file)["source"]["versions"] == docs_versions():
+                    return file.parent
 
 
 def write_tokens(source, parts, state, folder, dataset):
@@ -153,10 +154,7 @@ def write_tokens(source, parts, state, folder, dataset):
                 f"{dataset}: {meta['documents']} documents with text in them; at least 2 are "
                 "needed, one for training and one for validation"
             )
-    digest = hashlib.blake2b(digest_size=16)  # of all token ids: train.py ties a run to it
-    for split in ("train", "val"):
-        digest.update(np.memmap(folder / f"{split}.bin", np.uint8, "r"))
-    write_json(folder / "meta.json", meta | {"digest": digest.hexdigest()})
+    write_json(folder / "meta.json", meta | {"digest": text_digest(folder)})
     print(
         f"tokens: {meta['documents']:,} documents, {meta['rows_without_text']:,} rows without text "
         f"skipped; {meta['tokens']['train']:,} tokens for training, "
@@ -185,11 +183,26 @@ def chunks(text):
     yield text[start:]
 
 
+def text_digest(folder):
+    """-> 32 hex digits for all token ids of a prepared folder: train.py ties a run to them."""
+    digest = hashlib.blake2b(digest_size=16)
+    for split in ("train", "val"):
+        digest.update(np.memmap(folder / f"{split}.bin", np.uint8, "r"))
+    return digest.hexdigest()
+
+
 def open_corpus(folder) -> Corpus:
-    """A prepared folder -> Corpus."""
-    state = read_json(folder / "tokenizer.json")
-    meta = read_json(folder / "meta.json")
-    train, val = (np.memmap(folder / f"{s}.bin", meta["dtype"], "r") for s in ("train", "val"))
+    """A prepared folder -> Corpus. Raises UserError if its files are not those of its meta.json."""
+    with opening(folder, *DAMAGE):
+        state, meta = read_json(folder / "tokenizer.json"), read_json(folder / "meta.json")
+        train, val = (np.memmap(folder / f"{s}.bin", meta["dtype"], "r") for s in ("train", "val"))
+        found = {
+            "tokens": {"train": len(train), "val": len(val)},
+            "digest": text_digest(folder),  # up to a few seconds per GB
+            "tokenizer_hash": tokenizer_hash(state),
+        }
+        if wrong := [key for key, value in found.items() if meta[key] != value]:
+            raise ValueError(f"other {', '.join(wrong)} than in meta.json: prepare the text again")
     return Corpus(folder, meta, state, train, val)
 
 

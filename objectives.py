@@ -54,7 +54,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lib.bpe import word_characters
-from lib.config import UserError, pick_fields
+from lib.config import UserError, pick_fields, printable
 from lib.files import read_checkpoint
 from lib.restore import MARGIN, best_order, exchange_words
 from lib.weights import load_strict
@@ -713,7 +713,7 @@ class Pretraining(nn.Module):
         self.eval()
         texts = [objective.sample(self.encoder, tokens) for objective in self.objectives.values()]
         self.train(was_training)
-        return [" ".join(text.split()) for text in texts if text]
+        return [printable(" ".join(text.split())) for text in texts if text]
 
     def forward(self, batch):
         """-> loss (), the weighted sum; dictionary of scalars: the unweighted loss of each

@@ -285,6 +285,7 @@ def train(args, argv):
     # ---- a new run, or one to resume. identity: what determines its result
     identity = {f"--{k}": v for k, v in vars(args).items() if k not in FREE_FLAGS}
     identity |= {"--grad_accum times processes": n_micro, "the text": corpus.meta["digest"]}
+    identity["the tokenizer"] = corpus.meta["tokenizer_hash"]
     if run.checkpoint:  # one from before a flag existed has its default
         defaults = {f"--{k}": v for k, v in vars(EncoderConfig()).items()}
         run.checkpoint["identity"] = defaults | run.checkpoint["identity"]
@@ -334,7 +335,8 @@ def train(args, argv):
 
             # Data, corruption and dropout depend on (seed, step, micro) alone, so resuming needs no
             # RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
-            # (In fp16 only up to rounding: grad_accum divides the loss before scaling, DDP after.
+            # (With more only up to rounding, because the gradients are added in another order; in
+            # fp16 too: grad_accum divides the loss before scaling, DDP after.
             # DDP splits a compiled model, which changes its dropout masks.)
             for accum in range(args.grad_accum):
                 micro = accum * world + rank

@@ -118,8 +118,12 @@ def tokenizer_state(name, pattern, ranks, *more_specials):
     """A tokenizer in a form for JSON: its tokens in order of rank, with bytes as latin-1."""
     specials = {text: len(ranks) + i for i, text in enumerate((*more_specials, *SPECIALS))}
     ranks = [token.decode("latin-1") for token in ranks]
-    digest = short_hash([pattern, ranks, specials])
-    return dict(name=name, pattern=pattern, ranks=ranks, specials=specials, hash=digest)
+    state = dict(name=name, pattern=pattern, ranks=ranks, specials=specials)
+    return state | {"hash": tokenizer_hash(state)}
+
+
+def tokenizer_hash(state):
+    return short_hash([state["pattern"], state["ranks"], state["specials"]])
 
 
 def encoding_arguments(state):
@@ -132,6 +136,13 @@ def encoding_arguments(state):
         "mergeable_ranks": ranks,
         "special_tokens": state["specials"],
     }
+
+
+def encode_text(text, tokenizer):
+    """A text for a trained model -> its ids. [MASK] in it is the special token, which replaces the
+    space before it too, as in pre-training; what else looks like a special token is text."""
+    text = text.replace(" [MASK]", "[MASK]")
+    return tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
 
 
 # Matches a character that is part of a longer word. In scripts written without spaces none is, so

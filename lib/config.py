@@ -3,8 +3,8 @@
 import argparse
 import contextlib
 import dataclasses
-import errno
 import os
+import re
 import sys
 
 import torch
@@ -16,13 +16,25 @@ class UserError(ValueError):
     exception is a bug, and keeps its traceback."""
 
 
+class RunFailure(Exception):
+    """What stops a run and is nobody's mistake, such as a full disk: one line, exit code 1."""
+
+
+# How RuntimeErrors of PyTorch begin: no memory left on a CPU or an Apple GPU; gloo has lost the
+# connection to another process of this run, which has ended and printed why.
+NO_MEMORY = "[enforce fail at alloc_cpu.cpp", "MPS backend out of memory"
+LOST_PROCESS = re.compile(r"\[[^]]*gloo/transport/[^]]*\] ")
+
+
 @contextlib.contextmanager
 def one_line_errors(remedy="use a smaller model or batch"):
-    """`main` runs inside it. A UserError, an OSError, a missing optional package, running out of
+    """`main` runs inside it. A UserError, a RunFailure, a missing optional package, running out of
     memory (`remedy`: what to do then) and Ctrl-C end in one line on standard error. No other
-    exception is caught."""
+    exception is caught: an OSError of a hook or an objective is a bug like any other."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream and LastingStream(stream) for stream in streams)
+    if hasattr(sys.stdin, "reconfigure"):  # None if it is closed
+        sys.stdin.reconfigure(errors="backslashreplace")
     try:
         yield
     except KeyboardInterrupt:
@@ -33,12 +45,13 @@ def one_line_errors(remedy="use a smaller model or batch"):
         if error.name not in ("matplotlib", "sklearn", "transformers"):
             raise
         leave(2, f"{error}: pip install -r requirements-dev.txt")
-    except OSError as error:  # a full or broken disk, or a wrong path
-        leave(1 if error.errno in (None, errno.ENOSPC, errno.EDQUOT, errno.EIO) else 2, str(error))
+    except RunFailure as error:
+        leave(1, str(error))
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate mem" in str(error):
+        no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if no_memory or str(error).startswith(NO_MEMORY):
             leave(1, f"out of memory: {remedy}")
-        if "by peer" in str(error):  # gloo: another process of this run has ended and printed why
+        if LOST_PROCESS.match(str(error)):
             leave(1)
         raise
     finally:
@@ -66,6 +79,11 @@ class LastingStream:
         return getattr(self.stream, name)
 
 
+def printable(text):
+    """Escape control characters, which may come from a file, except for newlines and tabs."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+
+
 def leave(code, message=""):
     """Print the message, if any, as one line and exit.
 
@@ -73,7 +91,7 @@ def leave(code, message=""):
     wait for a thread that needs it, so they can hang forever (pytorch#190489).
     """
     if message:
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         os._exit(code)
     sys.exit(code)

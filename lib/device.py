@@ -130,8 +130,14 @@ def peak_memory_mb(device):
 
 
 def git_commit():
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """-> the commit of the project's own repository, "" if it is none, such as an export inside
+    another repository."""
+    root = Path(__file__).resolve().parent.parent
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}  # another one's
+    git = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"]
     try:
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:  # git is not installed
+        done = subprocess.run(git, capture_output=True, text=True, env=env, timeout=10)
+        top, commit = done.stdout.splitlines()
+        return commit if os.path.samefile(top, root) else ""
+    except (OSError, subprocess.TimeoutExpired, ValueError):  # no git, or no repository or commit
         return ""

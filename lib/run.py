@@ -3,6 +3,7 @@ it."""
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -16,6 +17,7 @@ from lib.files import (
     append_jsonl,
     atomic_write,
     lock,
+    make_folder,
     read_checkpoint,
     read_jsonl,
     write_checkpoint,
@@ -27,26 +29,33 @@ from lib.weights import load_strict
 class RunFolder:
     """ckpt.pt (with the tokenizer), config.json and log.jsonl of a run.
 
-    Raises UserError if the folder holds a checkpoint and `resume` is not given. `checkpoint` is
-    what to resume from, or None.
+    Raises UserError if the folder holds a checkpoint and `resume` is not given, or one that cannot
+    be resumed. `checkpoint` is what to resume from, or None.
     """
 
     def __init__(self, path, resume):
         self.path, self.checkpoint = Path(path), None
-        if (self.path / "ckpt.pt").exists():
+        if os.path.exists(self.path / "ckpt.pt"):
             if not resume:
                 raise UserError(
                     f"{path} already holds a run: resume it with --resume, or choose another "
                     "--out_dir"
                 )
             self.checkpoint = read_checkpoint(path)
+            if not {"identity", "optimizer", "scaler"} <= self.checkpoint.keys():
+                raise UserError(
+                    f"{path}/ckpt.pt has weights, but no state of training (it is a copy for a "
+                    "page, an imported or a fine-tuned model): start from it with --init_from"
+                )
         elif resume:
             print(f"--resume: there is no checkpoint in {path}, so this run starts at step 0")
 
     def load(self, identity, model, optimizer, scaler):
         """Load the state of the checkpoint -> its step. Raises UserError if `identity`, the
         dictionary of what determines the result, differs from the checkpoint's."""
-        then = self.checkpoint["identity"]
+        # Older checkpoints have the tokenizer's hash only among the data.
+        then = {"the tokenizer": self.checkpoint["data"]["tokenizer_hash"]}
+        then |= self.checkpoint["identity"]
         differ = [
             f"{key} was {then.get(key)}, is {value}"
             for key, value in identity.items()
@@ -68,9 +77,10 @@ class RunFolder:
     def open(self, step, run_info):
         """Lock the folder for the length of the block, and write what describes the run. Log lines
         after `step`, at which it begins or resumes, are dropped: these steps are repeated."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         with lock(self.path):
-            rows = [row for row in read_jsonl(self.path / "log.jsonl")[1:] if row["step"] <= step]
+            rows = read_jsonl(self.path / "log.jsonl")
+            rows = [row for row in rows if row.get("step", math.inf) <= step]  # not the first one
             lines = [json.dumps(row) + "\n" for row in [run_info, *rows]]
             with atomic_write(self.path / "log.jsonl") as handle:
                 handle.write("".join(lines).encode())

@@ -15,6 +15,7 @@ import torch
 
 import objectives
 from lib.config import Parser, UserError, one_line_errors
+from lib.files import DAMAGE, opening
 from lib.restore import MARGIN
 from tools import sample
 
@@ -51,7 +52,7 @@ def main(argv=None):
         model = objectives.load(args.ckpt)
         if not {"pplm", "pplm_some"} & set(model.names):
             raise UserError(f"{args.ckpt} was trained with {'+'.join(model.names)}, without pplm")
-        with open(args.text, encoding="utf-8") as handle:
+        with opening(args.text, *DAMAGE), open(args.text, encoding="utf-8") as handle:
             sentences = [line.strip() for line in handle]
         for half in (0, 1):
             rng, found = random.Random(half), Counter()

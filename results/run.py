@@ -35,9 +35,9 @@ import torch
 
 import finetune
 import train
-from lib.config import Parser, UserError, leave, one_line_errors
+from lib.config import Parser, RunFailure, UserError, leave, one_line_errors
 from lib.device import processor_name
-from lib.files import append_jsonl, read_json, read_jsonl, write_json
+from lib.files import append_jsonl, make_folder, read_json, read_jsonl, write_json
 from results.figures import draw
 from results.show import PLATEAU, first_below, join_seeds, leaves_plateau, show, without_seed
 from tools.output import print_table
@@ -53,7 +53,7 @@ RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
 ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
 
 
-class CommandFailed(OSError):  # as a broken disk, it ends in one line, if nothing catches it
+class CommandFailed(RunFailure):
     """A command of a run has failed; the other runs may still succeed."""
 
 
@@ -147,7 +147,7 @@ def call(command, folder):
     """Run a command with this Python; its output is appended to the folder's run.log. Raises
     CommandFailed."""
     print(command)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _, *words = [os.path.expandvars(word) for word in shlex.split(command)]
     with open(folder / "run.log", "a") as log:
         code = subprocess.run([sys.executable, *words], stdout=log, stderr=log).returncode

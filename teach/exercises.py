@@ -14,6 +14,7 @@ import copy
 import functools
 import importlib
 import json
+import os
 import runpy
 import shlex
 import shutil
@@ -30,7 +31,7 @@ from typing import NamedTuple
 import torch
 
 from lib.config import Parser, UserError, leave, one_line_errors
-from lib.files import read_json
+from lib.files import opening, read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = "*.py *.md *.txt pyproject.toml lib/*.py".split()
@@ -248,17 +249,17 @@ def copy_files(folder, *patterns):
 
 
 def make_copy(name, folder):
-    """Write the project without the methods of an exercise to a new folder. Raises UserError,
-    OSError."""
+    """Write the project without the methods of an exercise to a new folder. Raises UserError."""
     exercise = EXERCISES[name]
     if folder.exists():
         raise UserError(f"{folder} exists already: give another folder, or delete it")
-    copy_files(folder, *CORE)
     source = (ROOT / exercise.file).read_text(encoding="utf-8")
     for method in exercise.methods:
         source = blank(source, method, exercise)
-    (folder / exercise.file).write_text(source, encoding="utf-8")
-    (folder / "exercise.txt").write_text(name)
+    with opening(folder):
+        copy_files(folder, *CORE)
+        (folder / exercise.file).write_text(source, encoding="utf-8")
+        (folder / "exercise.txt").write_text(name)
 
 
 def find_function(source, name):
@@ -288,7 +289,7 @@ def blank(source, name, exercise):
 
 def grade(folder):
     """Run the tests of an exercise on a student's copy, and print how many pass. Exits with 1 if
-    one fails. Raises UserError, OSError."""
+    one fails. Raises UserError."""
     if not (folder / "exercise.txt").is_file():
         raise UserError(f"{folder} was not made by python -m teach.exercises NAME")
     name = (folder / "exercise.txt").read_text()
@@ -296,7 +297,8 @@ def grade(folder):
     with tempfile.TemporaryDirectory() as temporary:
         temporary = Path(temporary)
         copy_files(temporary, *CORE, "teach/exercises.py")
-        shutil.copyfile(folder / exercise.file, temporary / exercise.file)
+        with opening(folder / exercise.file):
+            shutil.copyfile(folder / exercise.file, temporary / exercise.file)
         code = f"from teach.exercises import check; check({name!r}, {str(ROOT)!r})"
         command = [sys.executable, "-W", "ignore", "-c", code]
         try:
@@ -409,10 +411,10 @@ def main(argv=None):
         if args.hint:
             return print(textwrap.fill(f"Second hint: {EXERCISES[args.hint].second_hint}", 100))
         if args.grade:
-            return grade(Path(args.grade).expanduser())
+            return grade(Path(os.path.expanduser(args.grade)))
         if args.name is None:
             return print_list()
-        folder = Path(args.folder or f"exercises/{args.name}").expanduser()
+        folder = Path(os.path.expanduser(args.folder or f"exercises/{args.name}"))
         make_copy(args.name, folder)
         exercise = EXERCISES[args.name]
         print(f"Write {' and '.join(exercise.methods)} in {folder / exercise.file}, then run")

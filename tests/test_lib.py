@@ -1,5 +1,6 @@
 """lib: errors, files, devices."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,48 +11,147 @@ import torch
 
 import train
 from lib import device as devices
-from lib.config import UserError, one_line_errors
-from lib.files import append_jsonl, atomic_write, newest_run, read_json, read_jsonl
+from lib.config import RunFailure, UserError, one_line_errors
+from lib.files import (
+    append_jsonl,
+    atomic_write,
+    expand,
+    make_folder,
+    newest_run,
+    opening,
+    read_checkpoint,
+    read_json,
+    read_jsonl,
+    write_json,
+)
 from lib.run import print_summary
 from tests.conftest import one_line, refuses
 
 
 def test_errors_become_one_line(capsys):
-    """A user's mistake, a missing optional package, a file that cannot be used, a full disk, no
-    memory and Ctrl-C are one line; every other error is a bug and keeps its traceback."""
+    """A user's mistake, a missing optional package, a failure while running, no memory and Ctrl-C
+    are one line, and control characters in it are escaped. Every other error is a bug and keeps its
+    traceback, also one that looks alike, in a hook or an objective."""
 
     def program(error):
         with one_line_errors("use less"):
             raise error
 
+    def allocate(n_bytes):
+        with one_line_errors("use less"):
+            torch.empty(n_bytes, dtype=torch.uint8)
+
     for error, code in (
         (UserError("two\nlines"), 2),
         (ModuleNotFoundError("No module named 'sklearn'", name="sklearn"), 2),
-        (FileNotFoundError(2, "No such file or directory", "x"), 2),
-        (OSError(28, "No space left on device", "x"), 1),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1),
+        (UserError("\x1b[31m\x07"), 2),
+        (RunFailure("full"), 1),
         (MemoryError(), 1),
+        (torch.OutOfMemoryError(), 1),
         (KeyboardInterrupt(), 130),
     ):
-        one_line(capsys, program, error, code=code)
-    for error in (ValueError("too many values to unpack"), RuntimeError(), KeyError(), TypeError()):
+        assert one_line(capsys, program, error, code=code).rstrip("\n").isprintable()
+    assert "out of memory: use less" in one_line(capsys, allocate, 2**60, code=1)
+    lost = RuntimeError("[/a b/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed")
+    with pytest.raises(SystemExit, match="1"):
+        program(lost)
+    for error in (
+        ValueError("too many values to unpack"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "x"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("cannot allocate memory"),
+        RuntimeError("set by peer"),
+        KeyError(),
+        TypeError(),
+    ):
         with pytest.raises(type(error)):
             program(error)
+    assert capsys.readouterr().err == ""
 
 
-def test_damaged_files(tmp_path):
-    """A damaged JSON file is refused by name; broken lines of JSON lines are skipped; a file that
-    is being written keeps its old content until it is complete."""
+def test_errors_of_files(tmp_path):
+    """Where the project opens a file, a wrong path is a user's mistake and a full disk a failure;
+    both name the file."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for use in (
+        lambda: write_json(file / "x", 1),
+        lambda: make_folder(file / "x"),
+        lambda: append_jsonl(tmp_path, {}),
+        lambda: read_json(tmp_path / "no"),
+        lambda: read_checkpoint("x" * 300),
+        lambda: read_checkpoint("~nobody_there/x"),  # there is no such home
+    ):
+        with pytest.raises(UserError, match=f"{tmp_path}|xxx|nobody"):
+            use()
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, None):
+        with pytest.raises(RunFailure, match="my file"), opening("my file"):
+            raise OSError(number, "no space") if number else OSError("4 requested and 0 written")
+
+
+def test_damaged_files(tmp_path, capsys):
+    """A damaged JSON file is refused by name; broken and empty lines of JSON lines are skipped; a
+    file that is being written keeps its old content until it is complete."""
     file = tmp_path / "x.json"
-    for content in (b"", b"\xff\xfe"):
+    for content in (b"", b"\xff\xfe", b'{"a": 1, "a": 2}'):
         file.write_bytes(content)
         refuses("x.json is damaged", read_json, file)
-    file.write_bytes(b'{"a": 1}\n{"b"\n\n{"b"')  # a crash has cut the last line short
+    # A crash has cut the last line short.
+    file.write_bytes(b'{"a": 1}\n{"b"\n\n{"b": "\xff"}\n[]\n7\nnull\n\0\n{"b"')
     append_jsonl(file, {"a": 2})
     with pytest.raises(KeyError), atomic_write(file) as handle:
         handle.write(b"half")
         raise KeyError
     assert read_jsonl(file) == [{"a": 1}, {"a": 2}] and [*tmp_path.iterdir()] == [file]
+    assert capsys.readouterr().out.count("skipped a damaged line") == 7
+
+
+def test_what_exists_is_no_pattern(tmp_path, monkeypatch):
+    """A path that exists, or the beginning of one, is literal, whatever characters it has; the rest
+    is a pattern."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("lr[1e-3]", "data [v2]", "a*", "ab", "1"):
+        os.makedirs(f"{folder}/x[1]")
+    for pattern, found in {
+        "lr[1e-3]": ["lr[1e-3]"],
+        "data [v2]/*": ["data [v2]/x[1]"],
+        "a*/x[1]": ["a*/x[1]"],
+        "a?/x*": ["a*/x[1]", "ab/x[1]"],
+        "[0-9]/x[[]1]": ["1/x[1]"],
+        f"{tmp_path}/lr*": [f"{tmp_path}/lr[1e-3]"],
+        "no": [],
+    }.items():
+        assert expand(pattern) == [os.path.normpath(path) for path in found]
+
+
+def test_the_commit_is_the_projects(tmp_path, monkeypatch):
+    """Neither the commit of a repository around an export, nor of the one that GIT_DIR names, is
+    recorded; nor does a git that hangs stop a run."""
+    root = tmp_path / "project"
+    (root / "lib").mkdir(parents=True)
+    monkeypatch.setattr(devices, "__file__", str(root / "lib" / "device.py"))
+
+    def commit(folder):
+        identity = "-c user.email=a -c user.name=a"
+        for command in ("init -q", f"{identity} commit -q --allow-empty -m x"):
+            subprocess.run(["git", "-C", folder, *command.split()], check=True)
+        head = ["git", "-C", folder, "rev-parse", "HEAD"]
+        return subprocess.run(head, capture_output=True, text=True).stdout.strip()
+
+    commit(tmp_path)
+    assert devices.git_commit() == ""
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert devices.git_commit() == ""
+    monkeypatch.delenv("GIT_DIR")
+    own = commit(root)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert devices.git_commit() == own != ""
+
+    def hang(*args, timeout, **more):
+        raise subprocess.TimeoutExpired(args, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert devices.git_commit() == ""
 
 
 def test_the_newest_run(tmp_path, monkeypatch):

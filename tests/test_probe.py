@@ -7,6 +7,7 @@ import lzma
 import math
 import random
 import shlex
+import shutil
 from collections import defaultdict
 
 import numpy as np
@@ -226,6 +227,9 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
     rows = [json.dumps({"task": "docs", "ckpt": "run", "step": 12, **row}) for row in rows]
     (runs / "abs" / "results.jsonl").write_text("\n".join(rows))
+    shutil.copytree(runs / "none", tmp_path / "lr[1]")
+    [run] = results(probe.main, tmp_path / "one", "--runs", tmp_path / "lr[1]")["runs"]
+    assert run["run"] == "lr[1]"  # a folder, not a pattern
     table = results(probe.main, tmp_path / "runs", "--runs", runs / "*")["runs"]
     losses = [run["mlm"] or run["val_loss"] for run in table]
     assert losses == sorted(losses)

@@ -41,7 +41,7 @@ from lib.device import (
     pick_dtype,
     processor_name,
 )
-from lib.files import write_json
+from lib.files import make_folder, write_json
 from lib.run import clip_and_step
 from model import PE_NAMES
 from objectives import MLM, OBJECTIVES
@@ -322,7 +322,7 @@ def main(argv=None):
         for row in rows:
             measured.append(row)
             if args.json:
-                Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+                make_folder(Path(args.json).parent)
                 write_json(args.json, {"machine": machine, "rows": measured})
 
 

@@ -17,7 +17,7 @@ import objectives
 from data import validation_sequences
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
-from lib.files import newest_run
+from lib.files import DAMAGE, newest_run, opening
 from tools.output import add_run_flags, print_table, write
 from tools.probe import run_corpus, token_spread
 
@@ -44,7 +44,8 @@ def word_pair_similarity(encoder, file):
     """The mean cosine of two words' embeddings (averaged over a word's tokens) over the lines
     word<TAB>word<TAB>score of a file. Raises UserError."""
     cosines = []
-    text = Path(file).read_text(encoding="utf-8")
+    with opening(file, *DAMAGE):
+        text = Path(file).read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines() or [""], 1):
         words = line.split("\t")[:-1]
         if len(words) != 2:
@@ -57,7 +58,7 @@ def word_pair_similarity(encoder, file):
 
 def dynamics(folder, pairs, out_dir, device):
     """Measure how similar a run's contexts and words are at each of its checkpoints (TACO, figs 3
-    and 6), and the spread of its hidden states. Raises UserError, OSError."""
+    and 6), and the spread of its hidden states. Raises UserError."""
     folder, table, tokens = Path(folder), [], None
     checkpoints = {int(file.stem[5:]): file for file in folder.glob("ckpt_[0-9]*.pt")}
     if not checkpoints:

@@ -19,6 +19,7 @@ from pathlib import Path
 from PIL import Image  # comes with matplotlib
 
 from lib.config import Parser, UserError, one_line_errors
+from lib.files import opening
 
 FLAGS = "--headless --no-sandbox --disable-gpu --hide-scrollbars --remote-debugging-pipe"
 
@@ -161,9 +162,10 @@ def main(argv=None):
         images, durations = zip(*record(browser))
         browser.close()
         images = [image.quantize(64, dither=Image.Dither.NONE) for image in images]
-        images[0].save(
-            args.file, save_all=True, append_images=images[1:], duration=durations, loop=0
-        )
+        with opening(args.file):
+            images[0].save(
+                args.file, save_all=True, append_images=images[1:], duration=durations, loop=0
+            )
         print(f"{args.file}: {os.path.getsize(args.file) / 1e6:.2f} MB, {len(images)} frames")
 
 

@@ -27,7 +27,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lib.bpe import encoding_arguments, gpt2_state
 from lib.config import Parser, UserError, one_line_errors
-from lib.files import read_checkpoint, write_checkpoint, write_json
+from lib.files import make_folder, opening, read_checkpoint, write_checkpoint, write_json
 from lib.sources import check_hub
 from model import N_SPECIALS, UNKNOWN_POS, Encoder, EncoderConfig, Positions, load, parse_pe
 from objectives import ObjectiveConfig, Pretraining
@@ -155,7 +155,7 @@ def import_run(source, run):
     table = model.encoder.scheme.parts["Absolute"].table.weight
     table.copy_(positions.roll(-2, 0)[:-1])  # rows 2, 3, ..., then 0; row 1 is for padding
     compare_hidden_states(model.encoder, theirs, their_ids)
-    run.mkdir(parents=True)
+    make_folder(run)
     checkpoint = {
         "args": asdict(objective) | {"dataset": source, "cache": "cache"},
         "command": shlex.join(["python", "-m", "tools.hf", "import", source, str(run)]),
@@ -228,10 +228,11 @@ def export_run(run, folder):
         table = scheme.parts["T5Bias"].table.weight[:-1]
         base.encoder.relative_attention_bias.weight.copy_(table)
     compare_hidden_states(encoder, theirs, their_ids)
-    folder.mkdir(parents=True)
-    (theirs if head else base).save_pretrained(folder)
+    make_folder(folder)
     names = token_names(checkpoint["tokenizer"])
-    write_tokenizer(folder, dict(zip(names, their_ids)), cfg.max_len)
+    with opening(folder):
+        (theirs if head else base).save_pretrained(folder)
+        write_tokenizer(folder, dict(zip(names, their_ids)), cfg.max_len)
 
 
 def write_tokenizer(folder, vocab, max_len):
@@ -268,7 +269,7 @@ def main(argv=None):
         parser = Parser("-m tools.hf import|export SOURCE TARGET", __doc__)
         parser.add_argument("direction", choices=directions)
         parser.add_argument("source", type=os.path.expanduser)
-        parser.add_argument("target", type=lambda path: Path(path).expanduser())
+        parser.add_argument("target", type=lambda path: Path(os.path.expanduser(path)))
         args = parser.parse_args(argv)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.files import write_json
+from lib.files import make_folder, write_json
 
 
 def add_run_flags(parser, folder):
@@ -31,7 +31,7 @@ def output_folder(path, name, out_dir):
 
 def write_numbers(file, numbers):
     """Write JSON: arrays with seven decimals, NaN as null, infinity as "inf"."""
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(file).parent)
     text = json.dumps(numbers, default=lambda array: np.asarray(array).round(7).tolist())
     write_json(file, json.loads(text, parse_constant={"Infinity": "inf"}.get))
 

@@ -23,7 +23,6 @@ spread of hidden states is 0 if they depend on their sequence and position, but 
 Writes probe.json and, if matplotlib is installed, figures.
 """
 
-import glob
 import math
 import os
 import re
@@ -41,7 +40,7 @@ from data import open_corpus, validation_batches
 from finetune import best_runs
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
-from lib.files import newest_run, read_json, read_jsonl
+from lib.files import expand, newest_run, read_json, read_jsonl
 from model import (
     PE_NAMES,
     Encoder,
@@ -164,8 +163,8 @@ def identical_word_maps(encoder, words, causal=False):
 def run_corpus(run_info):
     """The prepared corpus that a run was trained on; nothing is prepared or downloaded. Raises
     UserError if it is not in the run's cache (any more)."""
-    args, cache = run_info["args"], Path(run_info["args"]["cache"]).expanduser()
-    for folder in (Path(args["dataset"]).expanduser(), *sorted(cache.glob("*"))):
+    args, cache = run_info["args"], Path(run_info["args"]["cache"])
+    for folder in (Path(args["dataset"]), *sorted(cache.glob("*"))):
         if (folder / "meta.json").exists() and read_json(folder / "meta.json") == run_info["data"]:
             return open_corpus(folder)
     dataset = run_info["data"]["dataset"]
@@ -361,13 +360,13 @@ def figures_of(encoder, logits):
 
 def examine(path, device):
     """-> the model on the CPU in float64, the mean logits (H, L, L) of the identical-word probe,
-    its map A (L, L), and the numbers for probe.json. Raises UserError, OSError."""
+    its map A (L, L), and the numbers for probe.json. Raises UserError."""
     model = objectives.load(path)
     losses = {"words": dict.fromkeys(("true", "random", "shuffled", "auc"))}
     losses |= {"mlm": None, "mlm_shuffled": None, "spread": None}
     try:
         corpus = run_corpus(model.run_info)
-    except (UserError, OSError) as error:
+    except UserError as error:
         print(f"{path}: no losses, {error}")
     else:
         model.to(device)
@@ -393,7 +392,7 @@ def examine(path, device):
 
 
 def probe_run(path, out_dir, device):  # --ckpt
-    """Write and print the probe of one run. Raises UserError, OSError."""
+    """Write and print the probe of one run. Raises UserError."""
     model, logits, A, numbers = examine(path, device)
     file = output_folder(path, "probe", out_dir) / "probe.json"
     write(file, {"ckpt": str(path), **numbers, "map": A}, figures_of(model.encoder, logits))
@@ -458,11 +457,11 @@ def compare_runs(patterns, out_dir, device):  # --runs
     """Print the indicators (Wang 2021, table 2) and losses of runs and the correlations with their
     task scores; draw their maps side by side. Raises UserError."""
     globs = [os.path.expanduser(f"{pattern}/ckpt.pt") for pattern in patterns]
-    folders, runs = {Path(file).parent for x in globs for file in glob.glob(x)}, []
+    folders, runs = {Path(file).parent for x in globs for file in expand(x)}, []
     for folder in sorted(folders):
         try:
             model, _, A, numbers = examine(folder, device)
-        except (UserError, OSError) as error:
+        except UserError as error:
             print(f"{folder}: left out, {error}")
             continue
         log = read_jsonl(folder / "log.jsonl")
