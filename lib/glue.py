@@ -1,6 +1,7 @@
 """GLUE: its tasks, the official files, the same rows from the hub, and its metrics."""
 
-import csv
+import math
+import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pandas  # comes with datasets
 
 from lib.config import UserError
+from lib.files import opening, unique
 from lib.sources import check_hub
 
 # --------------------------------------------------------------------------------------------------
-# Metrics: (labels, predictions) -> float. An undefined value counts as 0, not NaN.
+# Metrics: (labels, predictions) -> float. What is undefined for finite predictions counts as 0.
 
 
 def accuracy(labels, predictions):
@@ -27,10 +29,13 @@ def f1_score(labels, predictions):
 
 
 def pearson(labels, predictions):
-    """Pearson's correlation; 0 if one side is constant or not finite. For two binary vectors it is
-    Matthews' correlation."""
+    """Pearson's correlation (of two rows always 1, -1 or 0); 0 if one side is constant, up to
+    rounding in float32, and NaN if it is not finite. For two binary vectors it is Matthews'
+    correlation."""
     x = np.array([labels, predictions], float)  # (2, n)
-    if not np.isfinite(x).all() or not np.ptp(x, 1).all():
+    if not np.isfinite(x).all():
+        return math.nan
+    if (np.ptp(x, 1) <= 1e-6 * abs(x).max(1)).any():
         return 0.0
     return np.corrcoef(x)[0, 1]
 
@@ -46,34 +51,38 @@ def spearman(labels, predictions):
 def read_tsv(task, file, is_test=False):
     """An official file -> [(texts, label)].
 
-    The files are tab-separated, without quoting, with or without a BOM. A row that does not have
-    as many columns as the header is skipped, because its texts may be shifted (QQP's train.tsv has
-    a few). Raises UserError with file and line.
+    The files are tab-separated, without quoting, with or without a BOM. A line ends with a newline
+    only: a text may contain a carriage return. A row that does not have as many columns as the
+    header is skipped, because its texts may be shifted (QQP's train.tsv has a few). Raises
+    UserError with file and line.
     """
     rows, n_skipped = [], 0
-    with open(file, encoding="utf-8-sig", newline="") as handle:
-        header = None if is_test else task.header
-        reader = csv.DictReader(handle, header, delimiter="\t", quoting=csv.QUOTE_NONE)
-        try:
-            label = reader.fieldnames[0] if is_test else task.label
-            class_of = {text: i for i, text in enumerate(task.classes)}
-            for row in reader:
-                if None in row or None in row.values():  # too many columns, or too few
-                    n_skipped += 1
+    header = None if is_test else task.header
+    class_of = {text: i for i, text in enumerate(task.classes)}
+    with opening(file), open(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode("utf-8-sig")
+                cells = text.removesuffix("\n").removesuffix("\r").split("\t")
+                if header is None:
+                    header = cells
                     continue
-                value = row[label]
+                if len(cells) != len(header):
+                    n_skipped += bool(text.strip())
+                    continue
+                row = unique(zip(header, cells))
                 if is_test:
-                    value = int(value)
-                else:
-                    value = float(value) if task.kind == "score" else class_of[value]
+                    value = int(cells[0])
+                elif task.kind == "class":
+                    value = class_of[row[task.label]]
+                elif not math.isfinite(value := float(row[task.label])):
+                    raise ValueError(f"{row[task.label]!r} is not a finite number")
                 rows.append((tuple(row[name] for name in task.texts), value))
-        except (KeyError, TypeError, ValueError, csv.Error) as error:  # also UnicodeDecodeError
-            where = f"{file}, line {reader.line_num}"
-            raise UserError(f"{where} is not in {task.folder}'s format ({error})") from None
+            except (KeyError, ValueError) as error:  # also UnicodeDecodeError
+                where = f"{file}, line {number}"
+                raise UserError(f"{where} is not in {task.folder}'s format ({error})") from None
     if n_skipped:
         print(f"{file}: skipped {n_skipped} rows with missing or additional columns")
-    if not rows:
-        raise UserError(f"{file} has no rows")
     return rows
 
 
@@ -198,7 +207,7 @@ def read_split(task, name, data_dir, split):
     official files in data_dir, or if that is None from the hub.
 
     A missing file is reported in one line. Raises UserError if it is the training file or the first
-    one to score, and OSError.
+    one to score, or if a file has no rows.
     """
     rows, is_test = {}, split == "test"
     for key, part in {"train": {"": "train"}, "dev": task.dev, "test": task.test}[split].items():
@@ -206,10 +215,13 @@ def read_split(task, name, data_dir, split):
         file = Path(data_dir or "", task.folder, task.file(part))
         if data_dir is None:
             rows[key] = task.read_hub(task, name, part)
-        elif file.exists():
+        elif os.path.exists(file):
             rows[key] = task.read(task, file, is_test)
         elif is_test or rows:
             print(f"{key}: {file} does not exist, left out")
+            continue
         else:
             raise UserError(f"{file} does not exist")
+        if not rows[key]:
+            raise UserError(f"{file if data_dir else task.repo} has no rows for {key}")
     return rows

@@ -5,8 +5,8 @@ Every source gives documents as an iterator of strings, so a corpus is never in 
 
 import ast
 import bz2
+import contextlib
 import csv
-import glob
 import gzip
 import hashlib
 import importlib.metadata
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lib.config import UserError
+from lib.files import expand, unique
 
 DOCS_LIBRARIES = ("python", "torch", "numpy", "pandas", "datasets")
 BOOKS_ROWS = 1000  # mirrors of BookCorpus have one sentence per row: this many make a document
@@ -49,7 +50,7 @@ class Source(NamedTuple):
 def find_source(dataset, text_column, books_dataset) -> Source:
     """dataset: docs, wikibooks, a file, a glob of files, or the name[:config] of a hub data set.
 
-    Raises UserError, OSError.
+    Raises UserError.
     """
     if dataset == "docs":
         return docs_source()
@@ -90,6 +91,7 @@ def docs_documents():
     The files are parsed, never imported."""
     library_of = {}
     for library, folder in docs_folders().items():
+        found = len(library_of)
         for file in sorted(folder.rglob("*.py")):
             folders = file.relative_to(folder).parts[:-1]
             if {"tests", "test", "idlelib", "site-packages", "dist-packages"} & set(folders):
@@ -101,17 +103,21 @@ def docs_documents():
             for text in docstrings(tree):
                 if len(text) >= 100:
                     library_of.setdefault(text, library)
-    from pydoc_data.topics import topics  # Python's language reference
+        if len(library_of) == found:  # compiled (.pyc), or in a zip
+            print(f"docs: no docstrings of {library}, whose source is not in {folder}")
+    with contextlib.suppress(ModuleNotFoundError):  # some systems leave it out
+        from pydoc_data.topics import topics  # Python's language reference
 
-    for text in topics.values():
-        library_of.setdefault(text, "python")
+        for text in topics.values():
+            library_of.setdefault(text, "python")
     return library_of
 
 
 def docs_folders():
     folders = {"python": Path(sysconfig.get_path("stdlib"))}
-    for library in DOCS_LIBRARIES[1:]:
-        folders[library] = Path(importlib.util.find_spec(library).origin).parent
+    for library in DOCS_LIBRARIES[1:]:  # a folder without __init__.py has no origin
+        [folder, *_] = importlib.util.find_spec(library).submodule_search_locations
+        folders[library] = Path(folder)
     return folders
 
 
@@ -140,8 +146,7 @@ def docstrings(tree):
 def list_files(pattern):
     """A file name or a glob pattern -> sorted list of the files that it matches, without hidden and
     empty files."""
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    return sorted({name for name in names if os.path.isfile(name) and os.path.getsize(name)})
+    return [name for name in expand(pattern) if os.path.isfile(name) and os.path.getsize(name)]
 
 
 def files_source(files, text_column):
@@ -183,7 +188,9 @@ def file_rows(file, text_column):
         import pyarrow.parquet  # comes with datasets
 
         parquet = pyarrow.parquet.ParquetFile(file)
-        columns = [text_column] if text_column in parquet.schema_arrow.names else None
+        names = parquet.schema_arrow.names
+        unique(zip(names, names))
+        columns = [text_column] if text_column in names else None
         for batch in parquet.iter_batches(1000, columns=columns):
             yield from batch.to_pylist()
     else:
@@ -207,21 +214,24 @@ def text_rows(lines):
 
 def json_rows(lines):
     """One row per line, or one list of rows."""
+    load = partial(json.loads, object_pairs_hook=unique)
     for number, line in enumerate(lines):
         if number == 0 and line.lstrip().startswith("["):
-            yield from json.loads(line + "".join(lines))
+            yield from load(line + "".join(lines))
         elif line.strip():
-            yield json.loads(line)
+            yield load(line)
 
 
 def csv_rows(lines):
     """Rows of a CSV file with a header. The parser is strict, because a lenient one lets a stray
     quote swallow the rows after it."""
     csv.field_size_limit(2**31 - 1)  # a document may be longer than the default of 131,072
-    for row in csv.DictReader(lines, strict=True):
-        if None in row:
+    reader = csv.reader(itertools.dropwhile(str.isspace, lines), strict=True)
+    header = next(reader, [])
+    for row in filter(None, reader):
+        if len(row) > len(header):
             raise ValueError("a row has more columns than the header")
-        yield row
+        yield unique(zip(header, row))
 
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -250,13 +260,20 @@ def readable(rows, name):
 
 def column(rows, name, where):
     """Yield the texts of one column, None for a row without text; a row may also be a text itself.
-    Raises UserError if there is no such column."""
+    Raises UserError if there is no such column, or no text in it."""
+
+    def value(row):
+        return row.get(name) if isinstance(row, dict) else row
+
     first = list(itertools.islice(rows, 100))
     if first and all(isinstance(row, dict) and name not in row for row in first):
         columns = ", ".join(map(str, first[0]))
         raise UserError(f"{where}: no column {name!r}, only {columns}: name one with --text_column")
-    for row in itertools.chain(first, rows):
-        text = row.get(name) if isinstance(row, dict) else row
+    kinds = {type(value(row)).__name__ for row in first} - {"NoneType"}
+    if kinds and "str" not in kinds:
+        held = f"column {name!r} holds {', '.join(sorted(kinds))}, not text"
+        raise UserError(f"{where}: {held}: name another one with --text_column")
+    for text in map(value, itertools.chain(first, rows)):
         yield text if isinstance(text, str) and text.strip() else None
 
 

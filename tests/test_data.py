@@ -8,7 +8,9 @@ import shutil
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pandas
+import pyarrow.parquet
 import pytest
 
 import data
@@ -26,7 +28,8 @@ def test_file_formats_give_the_same_documents(tmp_path):
     for i, encoding in enumerate(("utf-8", "utf-8-sig")):
         blank = "\n\n\n" + "\n \n".join(texts[:3])
         (tmp_path / f"a{i}.txt").write_text(blank, encoding=encoding, newline="\r\n")
-        frame.to_csv(tmp_path / f"b{i}.csv", index=False, encoding=encoding)
+        rows = "\n \n" * i + frame.to_csv(index=False)
+        (tmp_path / f"b{i}.csv").write_text(rows, encoding=encoding)
     for name in ("c.jsonl", "d.JSONL.gz", "e.jsonl.xz", "f.jsonl.bz2"):
         frame.to_json(tmp_path / name, orient="records", lines=True)
     frame.to_json(tmp_path / "g.json", orient="records", indent=1)
@@ -51,6 +54,10 @@ MISTAKES = [  # a file, its content, and a part of the line that says what is wr
     # A lenient parser would let the stray quote swallow the rows up to the next one.
     ("a.csv", b"n,text\n" + ROWS + b'"Odd,text\n' + ROWS + b'a,"b, c"\n', "after row 5: "),
     ("comma.csv", b"text\n" + b"one, two\n" * 5, "more columns than the header"),
+    ("two.csv", b"text,id,text\n" + b"one,1,two\n" * 5, "two columns are named 'text'"),
+    ("two.jsonl", b'{"text": "a", "text": "b"}\n' * 5, "two columns are named 'text'"),
+    ("two.json", b'[{"text": "a", "text": "b"}]', "two columns are named 'text'"),
+    ("numbers.jsonl", b'{"text": 7}\n' * 5, "column 'text' holds int, not text"),
     ("latin1.txt", "caf\xe9, na\xefve\n".encode("latin-1") * 50, "can't decode byte 0xe9"),
 ]
 
@@ -62,8 +69,17 @@ def test_wrong_input_is_one_line(tmp_path, monkeypatch, capsys):
     for module in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(f"{module}.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    pandas.DataFrame({"body": ["a"], "n": [1]}).to_parquet("body.parquet")
-    for name, content, message in [*MISTAKES, ("body.parquet", None, "text', only body, n")]:
+    mistakes, texts = list(MISTAKES), pyarrow.array(["a", "b"])
+    for name, columns, names, message in (
+        ("body.parquet", [texts, texts], ["body", "n"], "no column 'text', only body, n"),
+        ("two.parquet", [texts, texts], ["text", "text"], "two columns are named 'text'"),
+        ("struct.parquet", [pyarrow.array([{"a": "b"}])], ["text"], "'text' holds dict, not text"),
+        ("list.parquet", [pyarrow.array([["a"]])], ["text"], "'text' holds list, not text"),
+        ("binary.parquet", [pyarrow.array([b"a"])], ["text"], "'text' holds bytes, not text"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table(columns, names), name)
+        mistakes.append((name, None, message))
+    for name, content, message in mistakes:
         if content is not None:
             (tmp_path / name).write_bytes(content)
         error = one_line(capsys, data.main, ["--dataset", name])
@@ -90,6 +106,9 @@ def test_local_files(tmp_path, monkeypatch):
         (tmp_path / name).write_text("" if name == "a/e.txt" else "text")
     monkeypatch.chdir(tmp_path)
     assert sources.list_files("a/**/**.txt") == ["a/b/y.txt", "a/z.txt"]
+    os.rename("a", "a [v2]")
+    assert sources.list_files("a [v2]/**/**.txt") == ["a [v2]/b/y.txt", "a [v2]/z.txt"]
+    os.rename("a [v2]", "a")
     columns = "text", "text", "title"
     names = [sources.find_source("a/**/*", column, "").name for column in columns]
     (tmp_path / "a" / "z.txt").write_text("another")
@@ -116,6 +135,19 @@ def test_docs_corpus(tmp_path, monkeypatch):
     docs = json.loads((corpus.folder / "docs.json").read_text())
     assert [text for library, text in docs["rows"] if library == "torch"] == texts[:13]
     assert documents_in(corpus, "val") == [text for _, text in docs["rows"]][1 :: docs["every"]]
+
+
+def test_docs_without_sources(tmp_path, monkeypatch, capsys):
+    """A package that is compiled only is said to give nothing; one without __init__.py is read."""
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "a.pyc").write_bytes(b"compiled")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sources, "DOCS_LIBRARIES", ("python", "some"))
+    folders = sources.docs_folders()
+    assert folders["some"] == tmp_path / "some"
+    monkeypatch.setattr(sources, "docs_folders", lambda: {"some": folders["some"]})
+    assert {*sources.docs_documents().values()} == {"python"}  # the language reference
+    assert "no docstrings of some" in capsys.readouterr().out
 
 
 def test_hub_data_sets_stream(tmp_path):
@@ -171,6 +203,42 @@ def test_interrupted_and_simultaneous(corpus_file, corpus, tmp_path, capsys):
     assert jobs[0].result().meta == jobs[1].result().meta == corpus.meta
     assert capsys.readouterr().out.count("rows without text skipped") == 1
     assert (folder / "train.bin").read_bytes() == (corpus.folder / "train.bin").read_bytes()
+
+
+def reverse(file):
+    file.write_bytes(np.fromfile(file, np.uint16)[::-1].tobytes())
+
+
+def exchange_merges(file):
+    state = json.loads(file.read_text())
+    state["ranks"][300:302] = reversed(state["ranks"][300:302])
+    file.write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("in_cache", [True, False])
+def test_a_damaged_folder_is_refused(corpus_file, corpus, tmp_path, in_cache):
+    """A prepared folder is used only if its files are those that its meta.json describes, whether
+    it is found in the cache or given as --dataset."""
+    for number, (name, damage) in enumerate(
+        [
+            ("train.bin", lambda file: os.truncate(file, 300)),
+            ("train.bin", lambda file: os.truncate(file, 301)),
+            ("val.bin", lambda file: os.truncate(file, 0)),
+            ("val.bin", reverse),
+            ("tokenizer.json", exchange_merges),
+            ("tokenizer.json", lambda file: file.unlink()),
+            *(
+                (name, lambda file, text=text: file.write_text(text))
+                for name in ("meta.json", "tokenizer.json")
+                for text in ("{}", "[]", "null", '{"tokenizer": "bpe", "dtype": 7}')
+            ),
+        ]
+    ):
+        folder = tmp_path / str(number) / corpus.folder.name
+        shutil.copytree(corpus.folder, folder)
+        damage(folder / name)
+        dataset = corpus_file if in_cache else str(folder)
+        refuses(str(folder), data.prepare, dataset, "bpe", folder.parent)
 
 
 def test_data_as_a_program(tmp_path, monkeypatch, capsys):

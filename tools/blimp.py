@@ -28,6 +28,7 @@ import objectives
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import keep_memory, pick_device
 from lib.files import newest_run
+from lib.sources import file_rows, readable
 from model import UNKNOWN_POS
 from tools.output import add_run_flags, output_folder, print_table, write_numbers
 from tools.sample import position_objective
@@ -41,10 +42,7 @@ def read_pairs(path):
     Raises UserError."""
     tables = []
     for file in sorted(Path(path).glob("[!.]*.jsonl*")) if os.path.isdir(path) else [path]:
-        try:
-            rows = pandas.read_json(file, lines=True, dtype=False, encoding="utf-8-sig")
-        except Exception as error:  # parsers and decompressors raise many kinds of errors
-            raise UserError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+        rows = pandas.DataFrame(readable(file_rows(str(file), None), file))
         rows = rows.reindex(columns=["sentence_good", "sentence_bad", "UID", "linguistics_term"])
         rows.columns = "good bad paradigm phenomenon".split()
         if not rows[["good", "bad"]].map(lambda x: isinstance(x, str) and x.strip()).all(axis=None):
