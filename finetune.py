@@ -21,7 +21,6 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import asdict
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,12 +34,16 @@ from tqdm import tqdm  # comes with datasets
 
 from data import prepare
 from lib import squad
+from lib.bpe import encode_text
 from lib.config import Parser, UserError, add_device_flags, between, leave, one_line_errors
 from lib.device import autocast, can_compile, keep_memory, pick_device, pick_dtype
 from lib.files import (
+    DAMAGE,
     append_jsonl,
     lock,
+    make_folder,
     newest_run,
+    opening,
     read_checkpoint,
     read_json,
     write_checkpoint,
@@ -141,16 +144,17 @@ def read_docs(cache):
     the validation documents of pre-training.
     """
     train, dev = [], []
-    stored = read_json(prepare("docs", "bpe", cache).folder / "docs.json")
-    for i, (library, text) in enumerate(stored["rows"]):
-        is_dev = i % stored["every"] == 1  # the split of pre-training (data.py)
-        texts = (LIBRARY_NAMES.sub("[MASK]", text),)
-        (dev if is_dev else train).append((texts, DOCS_LIBRARIES.index(library)))
+    with opening(file := prepare("docs", "bpe", cache).folder / "docs.json", *DAMAGE):
+        stored = read_json(file)
+        for i, (library, text) in enumerate(stored["rows"]):
+            is_dev = i % stored["every"] == 1  # the split of pre-training (data.py)
+            texts = (LIBRARY_NAMES.sub("[MASK]", text),)
+            (dev if is_dev else train).append((texts, DOCS_LIBRARIES.index(library)))
     return train, {"docs": dev}
 
 
 def read_task(name, data_dir, cache, limit_train=None):
-    """-> training rows, {name in the results: rows to score}. Raises UserError, OSError."""
+    """-> training rows, {name in the results: rows to score}. Raises UserError."""
     if name == "docs":
         rows, evaluations = read_docs(cache)
         limit_train = limit_train or 500
@@ -165,10 +169,7 @@ def encode(texts, tokenizer, cfg, length):
     """One or two texts -> the ids of [CLS] A [SEP] or [CLS] A [SEP] B [SEP], at most `length`; the
     longer text is cut first. "[MASK]" in a text is the special token (the docs task)."""
     room = length - 1 - len(texts)
-    parts = [
-        tokenizer.encode(text.strip(), allowed_special={"[MASK]"}, disallowed_special=())[:room]
-        for text in texts
-    ]
+    parts = [encode_text(text.strip(), tokenizer)[:room] for text in texts]
     while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
     ids = [cfg.cls_id]
@@ -177,15 +178,14 @@ def encode(texts, tokenizer, cfg, length):
     return ids
 
 
-def encode_rows(model, rows):
-    """-> [(ids, label)] for this model, and for SQuAD the Window of each. A label is a class, a
+def encode_rows(name, rows, tokenizer, cfg, length):
+    """Rows of a task -> [(ids, label)], and for SQuAD the Window of each. A label is a class, a
     score, or (first, last) token of the answer."""
-    tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
-    if model.kind != "span":
-        return [(encode(r[0], tokenizer, cfg, model.length), r[1]) for r in rows], []
+    if TASKS[name].kind != "span":
+        return [(encode(row[0], tokenizer, cfg, length), row[1]) for row in rows], []
     encoded, windows = [], []
     for i, question in enumerate(rows):
-        for row, window in squad.windows(i, question, tokenizer, cfg, model.length):
+        for row, window in squad.windows(i, question, tokenizer, cfg, length):
             encoded.append(row)
             windows.append(window)
     return encoded, windows
@@ -253,20 +253,10 @@ class Classifier(nn.Module):
         return F.cross_entropy(out.flatten(0, -2), labels.flatten())  # spans: (2B, L), (2B,)
 
 
-def read_start(ckpt):
-    """A path, or 'scratch' for an untrained model with the newest run's shape and tokenizer -> a
-    checkpoint dictionary, whose `source` is its name in the results. Raises UserError."""
-    path = newest_run() if ckpt == "scratch" else ckpt
-    start = read_checkpoint(path)
-    start.pop("optimizer", None)  # twice as large as the model
-    if ckpt == "scratch":
-        return {**start, "model": {}, "step": 0, "source": f"scratch, shaped like {path}"}
-    return {**start, "source": path}
-
-
-def make_model(start, name, length, seed=0):
-    """-> a Classifier with a checkpoint's encoder and a new head. A length beyond max_len extends
-    the position tables. Raises UserError if the weights do not fit."""
+def new_classifier(start, source, name, length, seed=0):
+    """-> a Classifier with a new head and the encoder of a checkpoint (start, read from source); a
+    length beyond max_len extends its position tables. Raises UserError if the weights do not
+    fit."""
     torch.manual_seed(seed)
     cfg = start["config"]
     encoder = Encoder(EncoderConfig(**{**cfg, "max_len": max(length, cfg["max_len"])}))
@@ -274,22 +264,22 @@ def make_model(start, name, length, seed=0):
     model = Classifier(encoder, name, length)
     weights = {key: value for key, value in start["model"].items() if key.startswith("encoder.")}
     if weights:  # else scratch
-        new = warm_start(model, {**start, "model": weights}, start["source"])["new"]
+        new = warm_start(model, {**start, "model": weights}, source)["new"]
         if missing := [key for key in new if key.startswith("encoder.")]:
-            missing = ", ".join(missing[:3])
-            raise UserError(f"{start['source']} does not fit this model: missing {missing}")
+            raise UserError(f"{source} does not fit this model: missing {', '.join(missing[:3])}")
     return model
 
 
-def load_finetuned(path):
-    """finetuned-<task>.pt -> its checkpoint dictionary, Classifier in eval mode on the CPU. Raises
-    UserError."""
-    checkpoint = read_start(path)
+def load(path) -> Classifier:
+    """finetuned-<task>.pt -> its Classifier in eval mode on the CPU; `.run_info` is the checkpoint
+    without the weights. Raises UserError."""
+    checkpoint = read_checkpoint(path)
     if "task" not in checkpoint:
         raise UserError(f"{path} is not a fine-tuned model: python finetune.py makes one")
-    model = make_model(checkpoint, checkpoint["task"], checkpoint["length"])
+    model = new_classifier(checkpoint, path, checkpoint["task"], checkpoint["length"])
     load_strict(model, checkpoint["model"], path)  # with its head
-    return checkpoint, model.eval()
+    model.run_info = {key: value for key, value in checkpoint.items() if key != "model"}
+    return model.eval()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -383,13 +373,10 @@ def outputs(model, rows, dtype):
     return results
 
 
-def rank(model, rows, dtype=torch.float32):
-    """A Classifier and rows of read_task -> for each row [(probability, answer), ...], best first.
-
-    The answers are class indices, SQuAD's most likely texts (in v2.0 also "" for no answer), or one
-    score (probability 1). A row needs no label: squad.Question(texts) works for every task.
-    """
-    encoded, windows = encode_rows(model, rows)
+def rank(model, encoded, windows, dtype=torch.float32):
+    """A Classifier and what encode_rows gives -> for each row [(probability, answer), ...], best
+    first: class indices, SQuAD's most likely texts (in v2.0 also "" for no answer), or one score
+    (probability 1)."""
     raw = outputs(model, encoded, dtype)
     if model.kind == "score":
         return [[(1.0, float(score))] for score in raw]
@@ -403,23 +390,23 @@ def rank(model, rows, dtype=torch.float32):
     return ranked
 
 
-def predict(model, rows, dtype):
+def predict(model, encoded, windows, dtype):
     """A Classifier -> one prediction per row: class index, score or text."""
-    return [pairs[0][1] for pairs in rank(model, rows, dtype)]
+    return [pairs[0][1] for pairs in rank(model, encoded, windows, dtype)]
 
 
-def evaluate(predict_rows, evaluations, run, began, out_dir):
-    """Score predictions on evaluations, {name in the results: rows} -> rows that are appended to
-    results.jsonl.
+def evaluate(predicted, evaluations, run, began, out_dir):
+    """Score predictions, {name in the results: list}, on evaluations, {name: rows} -> rows that are
+    appended to results.jsonl.
 
-    predict_rows(rows) gives a list; run: a dictionary (seed, lr, ckpt, ...) that becomes part of
-    every row; began: time.time() when the run began. In a row, `metrics` are the model's scores and
-    `constant` those of always giving the most frequent answer.
+    run: a dictionary (seed, lr, ckpt, ...) that becomes part of every row; began: time.time() when
+    the run began. In a row, `metrics` are the model's scores and `constant` those of always giving
+    the most frequent answer.
     """
     results = []
     for name, rows in evaluations.items():
         task, labels = TASKS[name.removesuffix("-mm")], [row[1] for row in rows]
-        predictions = predict_rows(rows)
+        predictions = predicted[name]
         answer = "" if task.kind == "span" else statistics.mode(labels)
         metrics = task.score(labels, predictions)
         constant = task.score(labels, [answer] * len(labels))
@@ -452,8 +439,9 @@ def best_runs(results, aggregate):
     for row in results:
         groups[row["ckpt"], row["task"]][row["lr"]].append(row)
 
-    def first_metric(rows):
-        return aggregate(next(iter(row["metrics"].values())) for row in rows)
+    def first_metric(rows):  # the worst if it is NaN
+        value = aggregate([next(iter(row["metrics"].values())) for row in rows])
+        return -math.inf if math.isnan(value) else value
 
     return {key: max(by_lr.values(), key=first_metric) for key, by_lr in groups.items()}
 
@@ -461,7 +449,7 @@ def best_runs(results, aggregate):
 def report(results, args):
     """Print one line per task and metric: aggregate over seeds, spread, the constant answer's
     score, and how many runs always give the same answer."""
-    aggregate, scores = getattr(statistics, RECIPES[args.recipe]["aggregate"]), {}
+    aggregate, scores = getattr(np, RECIPES[args.recipe]["aggregate"]), {}  # NaN stays NaN
     print(
         f"\n{'':10}{'metric':10}{aggregate.__name__:>8}{'min':>8}{'max':>8}{'std':>7}{'majority':>10}"
         f"{'best lr':>9}{'seeds':>7}{'collapsed':>11}"
@@ -510,44 +498,51 @@ def parse_args(argv=None):
     return parser.parse_args(argv)
 
 
-def finetune(name, start, args):
+def finetune(name, rows, evaluations, start, source, args):
     """Fine-tune on a task with every learning rate and seed, and save the model with the best first
-    metric -> rows of results.jsonl."""
-    rows, evaluations = read_task(name, args.data_dir, args.cache, args.limit_train)
+    metric -> rows of results.jsonl. rows, evaluations: from read_task; start: a checkpoint, source:
+    its name in the results."""
     chosen = settings(args, name, start["config"])
-    # This model encodes the rows, and shows before any training that the weights fit.
-    encoded, _ = encode_rows(make_model(start, name, chosen.length), rows)
-    print(f"{name}: from {start['source']}; length {chosen.length}")
+    tokenizer, cfg = tiktoken.Encoding(**start["tokenizer"]), EncoderConfig(**start["config"])
+    encoded, _ = encode_rows(name, rows, tokenizer, cfg, chosen.length)
+    to_score = {
+        key: encode_rows(name, value, tokenizer, cfg, chosen.length)
+        for key, value in evaluations.items()
+    }
+    print(f"{name}: from {source}; length {chosen.length}")
     print(
         f"{len(rows):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
         f"recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr",
         *chosen.lr,
     )
-    file = args.out_dir / f"finetuned-{name}.pt"
-    results, best_score = [], -math.inf
+    file, unscored = args.out_dir / f"finetuned-{name}.pt", args.out_dir / f"unscored-{name}.pt"
+    results, best_score = [], math.nan
     for lr, seed in itertools.product(chosen.lr, range(args.seeds)):
         began = time.time()
-        model = make_model(start, name, chosen.length, seed).to(args.device)
+        model = new_classifier(start, source, name, chosen.length, seed).to(args.device)
         train(model, encoded, chosen, lr, seed, args)
         run = {**vars(chosen), "dropout": start["config"]["dropout"], "seed": seed, "lr": lr}
-        run |= {"n_train": len(rows), "ckpt": start["source"], "step": start["step"]}
-        predictor = partial(predict, model, dtype=args.dtype)
-        scored = evaluate(predictor, evaluations, run, began, args.out_dir)
+        run |= {"n_train": len(rows), "ckpt": source, "step": start["step"]}
+        checkpoint = {
+            **{key: start[key] for key in ("tokenizer", "step", "data")},
+            "task": name,
+            "classes": TASKS[name].classes,
+            "length": chosen.length,
+            "row": run,
+            "config": asdict(model.encoder.config),
+            "model": model.state_dict(),
+        }
+        write_checkpoint(unscored, checkpoint)  # so that it is not lost if scoring fails
+        predicted = {key: predict(model, *x, args.dtype) for key, x in to_score.items()}
+        scored = evaluate(predicted, evaluations, run, began, args.out_dir)
         score = next(iter(scored[0]["metrics"].values()))
-        if score > best_score:
+        if math.isnan(best_score) or score > best_score:
             best_score = score
-            checkpoint = {
-                **{key: start[key] for key in ("tokenizer", "step", "data")},
-                "task": name,
-                "classes": TASKS[name].classes,
-                "length": chosen.length,
-                "row": scored[0],
-                "config": asdict(model.encoder.config),
-                "model": model.state_dict(),
-            }
-            write_checkpoint(file, checkpoint)
+            with opening(file):
+                os.replace(unscored, file)
         print_scores(scored)
         results += scored
+    unscored.unlink(missing_ok=True)
     print(f"{name}: the best run's model is {file}")
     return results
 
@@ -560,7 +555,7 @@ def task_names(args):
     names = []
     for name, task in GLUE.items():
         file = Path(args.data_dir or "", task.folder, task.file("train"))
-        if args.data_dir is None or file.exists():
+        if args.data_dir is None or os.path.exists(file):
             names.append(name)
         else:
             print(f"{name}: {file} does not exist; skipped")
@@ -578,22 +573,31 @@ def main(argv=None):
         args.compile = args.compile and can_compile(args.device)
 
         # All tasks start from the same checkpoint, even if another process saves a newer one.
-        args.ckpt = args.ckpt or newest_run()
-        start = read_start(args.ckpt)
+        scratch = args.ckpt == "scratch"
+        source = newest_run() if scratch or not args.ckpt else args.ckpt
+        start = read_checkpoint(source)
+        start.pop("optimizer", None)  # twice as large as the model
         if args.dropout is not None:
             start["config"] |= {"dropout": args.dropout, "attn_dropout": args.dropout}
-        folder = Path("out") if args.ckpt == "scratch" else Path(args.ckpt)
+        folder = Path("out") if scratch else Path(source)
         args.out_dir = Path(args.out_dir or (folder.parent if folder.is_file() else folder))
         names = task_names(args)
-        files = [os.path.realpath(args.out_dir / f"finetuned-{name}.pt") for name in names]
-        if os.path.realpath(args.ckpt) in files:
-            raise UserError(f"{args.ckpt} would be overwritten: use another --out_dir")
+        kinds = itertools.product(("finetuned", "unscored"), names)
+        files = [os.path.realpath(args.out_dir / f"{kind}-{name}.pt") for kind, name in kinds]
+        if os.path.realpath(source) in files:
+            raise UserError(f"{source} would be overwritten: use another --out_dir")
+        if scratch:
+            start |= {"model": {}, "step": 0}
+            source = f"scratch, shaped like {source}"
 
-        args.out_dir.mkdir(parents=True, exist_ok=True)
+        # All files are read before anything is trained.
+        flags = args.data_dir, args.cache, args.limit_train
+        tasks = {name: read_task(name, *flags) for name in names}
+        make_folder(args.out_dir)
         results = []
         for name in names:
             with lock(args.out_dir, f"fine-tuning on {name}", f".{name}.lock"):
-                results += finetune(name, start, args)
+                results += finetune(name, *tasks.pop(name), start, source, args)
         report(results, args)
         print(f"results: {args.out_dir}/results.jsonl")
 

@@ -8,8 +8,10 @@ import math
 import random
 import re
 import shlex
+import shutil
 import statistics
 import string
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import finetune
 from lib import glue, squad
-from lib.files import lock, read_jsonl
+from lib.files import lock, read_checkpoint, read_jsonl
 from model import EncoderConfig, load
 from test_all import close, encoding_of, finetune_args, sequences, tiny_classifier
 from tests.conftest import WORDS, one_line, run_train
@@ -57,7 +59,7 @@ def test_official_files_and_the_hub(tmp_path, monkeypatch, name):
     end; a rare row without all columns is skipped. Rows from the hub take the same form, with the
     hub's order of classes."""
     task, (_, columns, classes) = finetune.TASKS[name], COLUMNS[name]
-    texts = '"', "a\u2028b\x85", "", "it's \\ \x0b\x0c\x1c", "é"
+    texts = '"', "a\u2028b\x85", "", "it's \\ \x0b\x0c\x1c", "é\rè"
     texts, labels = [(text, f"{text}2")[: len(task.texts)] for text in texts], range(len(texts))
     written = [classes[y % len(classes)] if classes else f"{y}.0" for y in labels]
     expected = [(text, y % len(classes) if classes else y) for text, y in zip(texts, labels)]
@@ -102,6 +104,8 @@ def test_texts_become_tokens(corpus):
             assert ids == [cls, *kept[0], sep, *kept[1], sep]
     ids = finetune.encode(("a [MASK] b [SEP]",), tokenizer, cfg, 30)
     assert (ids.count(cfg.mask_id), ids.count(sep)) == (1, 1)
+    a, b = map(tokenizer.encode_ordinary, ("a", " b"))
+    assert ids[: len(a + b) + 2] == [cls, *a, cfg.mask_id, *b]  # no lone space, as in pre-training
     question = squad.Question((" " * 2000 + "a dog " * 500, "a dog"))
     [((ids, _), window)] = squad.windows(0, question, tokenizer, cfg, 128)
     asked = tokenizer.encode_ordinary("a dog " * 500)[:64]
@@ -152,6 +156,24 @@ def test_squad_metrics_equal_the_official_scripts():
     each = [official_scores(*case, 2)["f1"] for case in cases]
     assert each == [1, 0, 1, 0, 0]
     assert finetune.TASKS["squad_v2"].score(*zip(*cases)) == pytest.approx({"em": 0.4, "f1": 0.4})
+
+
+def test_correlations():
+    """Predictions that are equal up to rounding have no correlation; NaN stays NaN, and the run
+    that it comes from is not the best."""
+    labels = [1, 2, 3, 4]
+    for metric in (glue.pearson, glue.spearman):
+        assert metric(labels, [0.5, 0.7, 0.6, 0.9]) == pytest.approx(0.8, abs=0.1)
+        assert math.isnan(metric(labels, [1, 2, math.nan, 4]))
+    rounding = np.float32(0.3) + np.arange(4, dtype=np.float32) * np.float32(3e-8)
+    assert glue.pearson(labels, rounding) == glue.pearson([7] * 4, labels) == 0
+    scores = {0.1: [0.2, math.nan], 0.2: [math.nan, math.nan], 0.3: [-0.5, -0.3]}
+    rows = [
+        {"ckpt": "run", "task": "stsb", "lr": lr, "metrics": {"pearson": score}}
+        for lr, pair in scores.items()
+        for score in pair
+    ]
+    assert finetune.best_runs(rows, np.median) == {("run", "stsb"): rows[4:]}
 
 
 def best_window(windows, position):
@@ -282,6 +304,12 @@ def run_predict(out, *flags):
     return call(predict.main, out, f"--device cpu --dtype float32 --ckpt {out}", *flags)
 
 
+def encoded_for(model, rows):
+    """-> what finetune.encode_rows gives for a Classifier."""
+    tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
+    return finetune.encode_rows(model.name, rows, tokenizer, cfg, model.length)
+
+
 LEARN, QUICK = "--lr 0.01 --epochs 8", "--lr 0.01 --epochs 1 --limit_train 40"
 
 
@@ -297,8 +325,9 @@ def test_learn_save_and_score_again(home, tmp_path):
     (again,) = run_predict(tmp_path)
     assert again["ckpt"] == f"{tmp_path}/finetuned-cola.pt"
     assert again["metrics"] == max((r["metrics"] for r in rows), key=lambda m: m["matthews"])
-    _, model = finetune.load_finetuned(tmp_path / "finetuned-cola.pt")
-    [[(p, best), (q, _)]] = finetune.rank(model, [squad.Question(("the owls",))])
+    model = finetune.load(tmp_path / "finetuned-cola.pt")
+    encoded = encoded_for(model, [squad.Question(("the owls",))])
+    [[(p, best), (q, _)]] = finetune.rank(model, *encoded)
     assert best == 0 and p > 0.9 and p + q == pytest.approx(1)
     config = load(tmp_path / "finetuned-cola.pt").config
     assert (config.max_len, config.dropout, config.attn_dropout) == (32, 0.2, 0.2)
@@ -309,6 +338,40 @@ def test_a_compiled_model_learns(home, tmp_path):
     """A task is learned when compiled, with dropout, for all lengths."""
     rows = run_finetune(tmp_path, f"cola --compile {LEARN}")
     assert rows and all(row["metrics"]["accuracy"] > 0.9 for row in rows)
+
+
+def test_what_is_scored_is_ready_before_training(home, tmp_path, monkeypatch, capsys):
+    """A task's rows are encoded once, before its first step, and all files of all tasks are read
+    before that. The model is saved before it is scored."""
+    encode, texts = finetune.encode, []
+    monkeypatch.setattr(finetune, "encode", lambda t, *args: texts.append(t) or encode(t, *args))
+    train = finetune.train
+    monkeypatch.setattr(finetune, "train", lambda *args: texts.append("train") or train(*args))
+    assert len(run_finetune(tmp_path, "cola", QUICK, "--lr 0.01 1e-7 --seeds 2")) == 4
+    assert len(texts) == 40 + 60 + 4 and texts[100:] == ["train"] * 4
+    assert [file.name for file in tmp_path.glob("*.pt")] == ["finetuned-cola.pt"]
+
+    monkeypatch.setattr(finetune, "outputs", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_finetune(tmp_path, "mnli", QUICK)
+    assert finetune.load(tmp_path / "unscored-mnli.pt").name == "mnli"
+
+    monkeypatch.setattr(finetune, "train", lambda *args: pytest.fail("trained"))
+    shutil.copytree("glue", tmp_path / "glue")
+    (tmp_path / "glue" / "MNLI" / "dev_mismatched.tsv").write_text("cut")
+    flags = f"{QUICK} --data_dir {tmp_path}/glue"
+    assert "dev_mismatched.tsv" in one_line(capsys, run_finetune, tmp_path, "all", flags)
+    (tmp_path / "glue" / "dev-v2.0.json").write_text('{"data": []}')
+    assert "has no rows" in one_line(capsys, run_finetune, tmp_path, "squad_v2", flags)
+
+
+def test_a_repeated_question_is_said(home, tmp_path, capsys):
+    """A file to submit has one answer for each id."""
+    content = json.loads(Path("glue/dev-v2.0.json").read_text())
+    content["data"] *= 2
+    (tmp_path / "dev.json").write_text(json.dumps(content))
+    assert len(squad.read_squad(None, tmp_path / "dev.json")) == 48
+    assert "48 questions have only 24 ids" in capsys.readouterr().out
 
 
 def test_bag_of_words(home, tmp_path):
@@ -332,12 +395,12 @@ def test_nothing_on_the_device_is_float64(home, task):
     """Training and prediction need no float64, which Apple's GPUs do not have."""
     args = finetune_args("--epochs", 1)
     train, _ = finetune.read_task(task, "glue", None)
-    model = finetune.make_model(finetune.read_start("out/run"), task, 32)
-    rows, _ = finetune.encode_rows(model, train[:20])
+    model = finetune.new_classifier(read_checkpoint("out/run"), "", task, 32)
+    encoded = encoded_for(model, train[:20])
     chosen = finetune.settings(args, task, vars(model.encoder.config))
     with NoFloat64():
-        finetune.train(model, rows, chosen, 1e-3, 0, args)
-        finetune.predict(model, train[:20], torch.float32)
+        finetune.train(model, encoded[0], chosen, 1e-3, 0, args)
+        finetune.predict(model, *encoded, torch.float32)
 
 
 @pytest.mark.slow
@@ -354,20 +417,20 @@ def test_all_of_glue(home, tmp_path, monkeypatch):
         indices, answers = zip(*(line.split("\t") for line in lines))
         assert header == "index\tprediction" and indices == tuple("01234")
         assert set(answers) == {answer} or name == "STS-B" and 0 <= float(answers[0]) < 2
-    start = finetune.read_start(str(tmp_path / "finetuned-mnli.pt"))
+    start = read_checkpoint(tmp_path / "finetuned-mnli.pt")
     for task in ("rte", "mnli"):
-        other = finetune.make_model(start, task, 32).state_dict()
+        other = finetune.new_classifier(start, "", task, 32).state_dict()
         for key, value in start["model"].items():
             assert torch.equal(other[key], value) != key.startswith("head."), "the head is new"
 
 
 def test_files_to_submit():
-    """A row's index, and its class as the official files write it, or its score within 0 and 5."""
+    """A row's index, and its class as the official files write it, or its whole score."""
     rows = [(("a", "b"), index) for index in (3, 5, 8)]
     for name, predictions, written in (
         ("mnli", [2, 0, 1], ["contradiction", "entailment", "neutral"]),
         ("rte", [1, 0, 1], ["not_entailment", "entailment", "not_entailment"]),
-        ("stsb", [-0.5, 2.34567, 5.1], ["0.000", "2.346", "5.000"]),
+        ("stsb", [-0.5, 2.3456789012, 5.1], ["-0.5", "2.3456789012", "5.1"]),
     ):
         text = predict.prediction_file(finetune.TASKS[name], rows, predictions)
         assert text == "index\tprediction\n" + "".join(
@@ -421,7 +484,13 @@ MISTAKES = [  # flags, content of the task's files if it is wrong, message
     ("rte", HEADER + "a\tb\tmaybe\n", "train.tsv, line 2 is not in RTE's format ('maybe')"),
     ("rte", "sentence1\tlabel\na\tentailment\n", "not in RTE's format ('sentence2')"),
     ("rte", HEADER, "train.tsv has no rows"),
-    ("squad", '{"data": [{"paragraphs": [{}]}]}', "not in SQuAD's format"),
+    ("rte", "sentence1\tsentence2\tsentence2\tlabel\na\tb\tc\tentailment\n", "named 'sentence2'"),
+    *(("stsb", f"sentence1\tsentence2\tscore\na\tb\t1\na\tb\t{score}\n", f"line 3 is not {end}")
+      for score in ("nan", "inf", "1e400") for end in [f"in STS-B's format ('{score}'"]),
+    ("squad", '{"data": [{"paragraphs": [{}]}]}', "no 'context'"),
+    ("squad", '{"data": [{"paragraphs": [{"context": 7, "qas": []}]}]}', "has no rows"),
+    ("squad_v2", '{"data": []}', "train-v2.0.json has no rows"),
+    ("squad_v2", '{"data": null}', "train-v2.0.json is damaged"),
     ("squad", '{"data": [{"paragraphs": [{"context": "a b", "qas": [{"id": "7", "question": "q", '
      '"answers": [{"text": "b", "answer_start": 1}]}]}]}]}', "question 7 has a wrong answer_start"),
 ]

@@ -113,8 +113,8 @@ def test_a_roberta_is_imported_exactly(roberta, tmp_path):
 @pytest.mark.slow
 def test_an_imported_run_is_a_run(roberta, corpus_file, tmp_path, capsys):
     """Fine-tuning and pre-training with another scheme start from it."""
-    start = finetune.read_start(str(roberta.run))
-    model = finetune.make_model(start, "cola", 9)
+    start = read_checkpoint(roberta.run)
+    model = finetune.new_classifier(start, "", "cola", 9)
     assert torch.equal(model.encoder.tok.weight, start["model"]["encoder.tok.weight"])
     flags = "--n_layer 2 --n_head 3 --d_model 24 --d_ff 48 --block_size 9 --tokenizer gpt2 --pe t5"
     flags = *shlex.split(flags), "--objective", "pplm", "--steps", 2, "--init_from", roberta.run

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 import objectives
 from data import validation_sequences
-from finetune import make_model, read_start
+from finetune import new_classifier
+from lib.files import read_checkpoint
 from lib.restore import best_order
 from test_all import pretraining
 from tests.conftest import one_line, refuses, weights
@@ -313,7 +314,7 @@ def test_half_checkpoint(run, corpus, tmp_path):
     batch = models[0].corrupt(validation_sequences(corpus, 4, 16), 0)
     losses = [float(model(batch)[0]) for model in models]
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
-    start = make_model(read_start(str(small)), "docs", 32).state_dict()  # longer than the run's
+    start = new_classifier(read_checkpoint(small), "", "docs", 32).state_dict()  # a longer one
     assert torch.equal(
         start["encoder.tok.weight"], own["model"]["encoder.tok.weight"].half().float()
     )

@@ -1,7 +1,10 @@
 """tools/sample.py: predictions for a text, and the restoring of shuffled sentences."""
 
+import io
 import itertools
+import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -27,8 +30,8 @@ def runs(corpus_file, cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     for name in ("mlm+nsp+pplm+tc", "pplm_binary", "clm"):
         run_train(corpus_file, cache, out / name, "--steps", 2, "--objective", name, "--pe", "t5")
-    checkpoint = {**read_checkpoint(out / "clm"), "source": "run"}
-    model = finetune.make_model(checkpoint, "mnli", 16, seed=0)
+    checkpoint = read_checkpoint(out / "clm")
+    model = finetune.new_classifier(checkpoint, "", "mnli", 16)
     checkpoint |= {"task": "mnli", "classes": finetune.TASKS["mnli"].classes, "length": 16}
     torch.save(checkpoint | {"row": {}, "model": model.state_dict()}, out / "mnli.pt")
     return out
@@ -167,9 +170,22 @@ PRINTED = {
 @pytest.mark.parametrize("ckpt", PRINTED)
 def test_prompts_until_an_empty_line(runs, monkeypatch, capsys, ckpt):
     """Each objective has its output for the kind of text it takes; a text that does not suit is one
-    line, and not the end."""
-    texts = iter([*PRINTED[ckpt], "", "not read"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(texts))
+    line, and not the end, nor are bytes that are not UTF-8. A closed input is."""
+    lines = b"\xff\n" + "\n".join([*PRINTED[ckpt], "", "not read"]).encode()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines), "utf-8"))
     sample.main(["--ckpt", str(runs / ckpt)])
     printed = capsys.readouterr().out
-    assert all(part in printed for part in PRINTED[ckpt].values()) and next(texts) == "not read"
+    assert all(part in printed for part in PRINTED[ckpt].values())
+    assert sys.stdin.read() == "not read"
+    monkeypatch.setattr("sys.stdin", None)
+    sample.main(["--ckpt", str(runs / ckpt)])
+
+
+def test_texts_are_printed_without_control_characters(cache, tmp_path, runs, capsys):
+    """A text with terminal escapes and bells is printed escaped, wherever it comes from."""
+    rows = [{"text": f"fox \x1b[31mred\x07 bell\r over \x9b {i} " * 12} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run_train(str(tmp_path / "a.jsonl"), cache, tmp_path / "run", "--steps", 1)
+    [line] = [x for x in capsys.readouterr().out.split("\n") if "sample:" in x]
+    assert "\\x1b[31m" in line and line.isprintable()
+    assert sample.decode(["a\x1b[31m", " b\n"], [0, 1]) == "a\\x1b[31m b"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from finetune import TASKS, evaluate, print_scores, read_task
 from lib.config import Parser, between, one_line_errors
+from lib.files import make_folder
 
 
 def bag_of_words(rows):
@@ -63,8 +64,9 @@ def main(argv=None):
         rows, evaluations = read_task(args.task, args.data_dir, args.cache, args.limit_train)
         model = bag_of_words(rows)
         run = {"seed": 0, "lr": None, "ckpt": "bow", "n_train": len(rows)}
-        Path(args.out_dir).mkdir(parents=True, exist_ok=True)
-        print_scores(evaluate(model.predict, evaluations, run, began, Path(args.out_dir)))
+        make_folder(args.out_dir)
+        predicted = {name: list(model.predict(x)) for name, x in evaluations.items()}
+        print_scores(evaluate(predicted, evaluations, run, began, Path(args.out_dir)))
 
 
 if __name__ == "__main__":

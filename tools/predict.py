@@ -12,31 +12,30 @@ answers for the dev set.
 import json
 import os
 import time
-from functools import partial
 from pathlib import Path
 
-from finetune import TASKS, evaluate, load_finetuned, predict, print_scores, read_docs
+from finetune import TASKS, encode_rows, evaluate, load, predict, print_scores, read_docs
 from lib.config import Parser, UserError, add_device_flags, one_line_errors
 from lib.device import can_compile, keep_memory, pick_device, pick_dtype
-from lib.files import atomic_write, newest_run
+from lib.files import atomic_write, make_folder, newest_run
 from lib.glue import AX, read_split
 
 
 def prediction_file(task, rows, predictions):
-    """-> the text of a file to submit."""
+    """-> the text of a file to submit. STS-B's scores are written as they are, neither rounded nor
+    cut to 0 to 5 (GLUE takes any number), so that the file has the score that is printed."""
     if task.kind == "span":
         return json.dumps({row.id: answer for row, answer in zip(rows, predictions)})
     lines = ["index\tprediction\n"]
     for (_, index), p in zip(rows, predictions):
-        answer = task.classes[p] if task.classes else f"{min(max(p, 0.0), 5.0):.3f}"
-        lines.append(f"{index}\t{answer}\n")
+        lines.append(f"{index}\t{task.classes[p] if task.classes else p}\n")
     return "".join(lines)
 
 
 def score_and_predict(path, args):
     """Append the scores of finetuned-<task>.pt to results.jsonl, and write its predictions."""
     began = time.time()
-    checkpoint, model = load_finetuned(path)
+    model = load(path)
     if args.compile:
         model.compile(dynamic=True)
     name, out_dir = model.name, Path(args.out_dir or os.path.dirname(path))
@@ -49,14 +48,19 @@ def score_and_predict(path, args):
     if name == "mnli":
         tests |= read_split(AX, "ax", args.data_dir, "test")
 
-    predictor = partial(predict, model.to(args.device), dtype=args.dtype)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    run = {**checkpoint["row"], "ckpt": path}
-    print_scores(evaluate(predictor, dev, run, began, out_dir))
+    model.to(args.device)
+    make_folder(out_dir)
+    run = {**model.run_info["row"], "ckpt": path}
+    predicted = {}
+    for key, rows in (dev | tests).items():
+        encoder = model.encoder
+        encoded = encode_rows(name, rows, encoder.tokenizer, encoder.config, model.length)
+        predicted[key] = predict(model, *encoded, args.dtype)
+    print_scores(evaluate(predicted, dev, run, began, out_dir))
     for key, rows in tests.items():
         file = out_dir / f"{key}{'.json' if task.kind == 'span' else '.tsv'}"
         with atomic_write(file) as handle:
-            handle.write(prediction_file(task, rows, predictor(rows)).encode())
+            handle.write(prediction_file(task, rows, predicted[key]).encode())
         print(f"predictions: {len(rows):,} rows in {file}")
 
 

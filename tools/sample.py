@@ -18,12 +18,15 @@ a task (finetune.py)     one text, or 'one ||| two'   predictions with probabili
 
 import contextlib
 import os
+import sys
 
 import torch
 
+import finetune
 import objectives
-from finetune import LIBRARY_NAMES, TASKS, load_finetuned, rank
-from lib.config import Parser, UserError, one_line_errors
+from finetune import LIBRARY_NAMES, TASKS, encode_rows, rank
+from lib.bpe import encode_text
+from lib.config import Parser, UserError, one_line_errors, printable
 from lib.files import newest_run, read_checkpoint
 from lib.squad import Question
 from objectives import token_strings
@@ -47,14 +50,12 @@ def position_objective(model):
 
 
 def encode(encoder, *texts):
-    """-> [CLS] text [SEP] ... as (1, L). A [MASK] replaces the space before it too, as in training.
-    Raises UserError if the sequence is too long for the model, or too short."""
+    """-> [CLS] text [SEP] ... as (1, L). Raises UserError if it is too long for the model, or too
+    short."""
     cfg = encoder.config
     ids = [cfg.cls_id]
     for text in texts:
-        text = text.replace(" [MASK]", "[MASK]")
-        ids += encoder.tokenizer.encode(text, allowed_special={"[MASK]"}, disallowed_special=())
-        ids.append(cfg.sep_id)
+        ids += [*encode_text(text, encoder.tokenizer), cfg.sep_id]
     if not 4 <= len(ids) <= cfg.max_len:
         raise UserError(
             f"the text has {len(ids) - 2} tokens; this model takes 2 to {cfg.max_len - 2}"
@@ -64,7 +65,7 @@ def encode(encoder, *texts):
 
 def decode(strings, order):
     """Token strings in the given order (n,) -> text."""
-    return "".join(strings[i] for i in order).replace("[MASK]", " [MASK]").strip()
+    return printable("".join(strings[i] for i in order).replace("[MASK]", " [MASK]").strip())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ def continue_text(encoder, clm, text):
         last = encoder(tokens, causal=True)[:, -1:]  # (1, 1, C)
         logits = clm.token_logits(encoder, last)[..., : encoder.config.cls_id]
         tokens = torch.cat((tokens, logits.argmax(-1)), 1)
-    return encoder.tokenizer.decode(tokens[0, n_given:].tolist())
+    return printable(encoder.tokenizer.decode(tokens[0, n_given:].tolist()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,13 +163,22 @@ def print_predictions(model, text):
         raise UserError(f"{model.name} takes {len(task.texts)} text(s), {' ||| '.join(task.texts)}")
     if model.name == "docs":
         texts = [LIBRARY_NAMES.sub("[MASK]", texts[0])]  # as in the task's data
-    [answers] = rank(model, [Question(texts)])
+    tokenizer, cfg = model.encoder.tokenizer, model.encoder.config
+    encoded = encode_rows(model.name, [Question(texts)], tokenizer, cfg, model.length)
+    [answers] = rank(model, *encoded)
     for p, answer in answers[:5]:
         if task.kind == "score":
             print(f"{answer:.3f}")
         elif p > 0:
             name = task.classes[answer] if task.classes else answer or "(no answer)"
-            print(f"{p:.4f}  {name}")
+            print(f"{p:.4f}  {printable(name)}")
+
+
+def read_line():
+    """-> a line from standard input; empty at its end, or if it is closed."""
+    with contextlib.suppress(EOFError, OSError):
+        return input("text: ").strip() if sys.stdin else ""
+    return ""
 
 
 def main(argv=None):
@@ -180,7 +190,7 @@ def main(argv=None):
         args = parser.parse_args(argv)
         path = args.ckpt or newest_run()
         if "task" in read_checkpoint(path):
-            _, model = load_finetuned(path)
+            model = finetune.load(path)
             print_output, trained_on = print_predictions, model.name
             accepted = " ||| ".join(TASKS[model.name].texts)
         else:
@@ -191,12 +201,11 @@ def main(argv=None):
         if args.text is not None:
             return print_output(model, args.text)
         print(f"Enter {accepted}, or an empty line to quit.")
-        with contextlib.suppress(EOFError):
-            while (text := input("text: ")).strip():
-                try:
-                    print_output(model, text)
-                except UserError as error:  # the next text may be fine
-                    print(error)
+        while text := read_line():
+            try:
+                print_output(model, text)
+            except UserError as error:  # the next text may be fine
+                print(error)
 
 
 if __name__ == "__main__":
