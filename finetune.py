@@ -516,7 +516,7 @@ def finetune(name, rows, evaluations, start, source, args):
         *chosen.lr,
     )
     file, unscored = args.out_dir / f"finetuned-{name}.pt", args.out_dir / f"unscored-{name}.pt"
-    results, best_score = [], math.nan
+    results, best_score = [], math.nan  # NaN: no score yet
     for lr, seed in itertools.product(chosen.lr, range(args.seeds)):
         began = time.time()
         model = new_classifier(start, source, name, chosen.length, seed).to(args.device)
