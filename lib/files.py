@@ -153,7 +153,8 @@ def read_checkpoint(path) -> dict:
     except Exception as error:  # a truncated archive, another kind of file, refused code
         kind = type(error).__name__
         raise UserError(f"{file} is not a readable checkpoint ({kind})") from None
-    if not isinstance(checkpoint, dict) or not {"config", "model", "tokenizer"} <= set(checkpoint):
+    needed = {"config", "data", "model", "step", "tokenizer"}
+    if not isinstance(checkpoint, dict) or not needed <= set(checkpoint):
         raise UserError(f"{file} is not a checkpoint of this project")
     return checkpoint
 
