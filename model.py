@@ -579,7 +579,7 @@ def plus(a, b):
 
 def sum_hooks(hooks, shape, *args):
     """The sum of what the hooks of a scheme's components return: a tensor (1 or B, *shape), or a
-    number, 0 if no component overrides the hook."""
+    number, 0 if there are no hooks."""
     total = 0
     for hook in hooks:
         term = hook(*args)
@@ -599,18 +599,23 @@ class PositionalScheme(nn.Module):
             check_component(part)
         self.scale = parts[0].scale  # parse_pe has checked that it is the same for all
         self.token_scale = cfg.d_model**0.5 if any(part.scale_tokens for part in parts) else 1.0
-        self.has_values = any(type(part).values is not Component.values for part in parts)
+        # The hooks that components override; the others are not called.
+        self.embeds = [part.embed for part in parts if type(part).embed is not Component.embed]
+        self.biases = [part.bias for part in parts if type(part).bias is not Component.bias]
+        self.edits = [part.edit_qk for part in parts if type(part).edit_qk is not Component.edit_qk]
+        self.scorers = [part.scores for part in parts if type(part).scores is not Component.scores]
+        self.valuers = [part.values for part in parts if type(part).values is not Component.values]
+        self.has_values = bool(self.valuers)
         self.n_head, self.d_model = cfg.n_head, cfg.d_model
 
     def embed(self, pos):
         """-> (1 or B, L, C), or 0 if no component overrides it."""
-        L = pos.ids.size(1)
-        return sum_hooks([part.embed for part in self.parts.values()], (L, self.d_model), pos)
+        return sum_hooks(self.embeds, (pos.ids.size(1), self.d_model), pos)
 
     def bias(self, pos):
         """-> (1 or B, H, L, L) or 0."""
         L = pos.ids.size(1)
-        return sum_hooks([part.bias for part in self.parts.values()], (self.n_head, L, L), pos)
+        return sum_hooks(self.biases, (self.n_head, L, L), pos)
 
     def terms(self, q, k, pos, layer, bias):
         """-> q, k and `added`, a tensor (1 or B, H, L, L) or 0, such that the logits of one layer
@@ -619,24 +624,22 @@ class PositionalScheme(nn.Module):
         q, k (B, H, L, D); layer 0 to n_layer - 1, and n_layer for the pair head; bias: what is
         added in every layer (Encoder.bias_and_mask)."""
         H, L = q.shape[1:3]
-        hooks = [part.scores for part in self.parts.values()]
-        scores = sum_hooks(hooks, (H, L, L), q, k, pos, layer)
+        scores = sum_hooks(self.scorers, (H, L, L), q, k, pos, layer)
         added = plus(self.scale * scores, bias)
-        for part in self.parts.values():
-            edited = part.edit_qk(q, k, pos)
+        for edit in self.edits:
+            edited = edit(q, k, pos)
             if not isinstance(edited, tuple):
                 found = type(edited).__name__
-                raise TypeError(f"{located(part.edit_qk)} returned {found} instead of q, k")
+                raise TypeError(f"{located(edit)} returned {found} instead of q, k")
             for x in edited:
-                check_result(part.edit_qk, x, q.shape[1:])
+                check_result(edit, x, q.shape[1:])
             q, k = edited
         return q, k, added
 
     def values(self, A, pos, layer):
         """A (B, H, L, L) -> (B, H, L, D) or 0."""
         H, L = A.shape[1:3]
-        hooks = [part.values for part in self.parts.values()]
-        return sum_hooks(hooks, (H, L, self.d_model // H), A, pos, layer)
+        return sum_hooks(self.valuers, (H, L, self.d_model // H), A, pos, layer)
 
 
 # --------------------------------------------------------------------------------------------------

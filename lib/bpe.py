@@ -1,4 +1,8 @@
-"""Byte-level byte-pair encoding: training, tokenizers as JSON, tables for whole-word masking."""
+"""Byte-level byte-pair encoding: training, tokenizers as JSON, tables for whole-word masking.
+
+A tokenizer has three forms: its state, for JSON (tokenizer.json); the arguments of
+tiktoken.Encoding, which a checkpoint holds; and the encoding, a tiktoken.Encoding, which encodes.
+"""
 
 import collections
 import heapq
@@ -153,7 +157,7 @@ IN_WORD = regex.compile(
 )
 
 
-def word_characters(tokenizer, vocab_size):
+def word_characters(encoding, vocab_size):
     """-> (2, V) bool, for whole-word masking. [0]: the token's first character is part of a word (a
     letter or digit), or the token continues a character; [1]: its last character is part of a word,
     or incomplete. A token begins a word unless [0] holds for it and [1] for the token before it.
@@ -165,7 +169,7 @@ def word_characters(tokenizer, vocab_size):
     """
     inside = torch.zeros(2, vocab_size, dtype=torch.bool)
     for i in range(vocab_size - len(SPECIALS)):
-        token = tokenizer.decode_single_token_bytes(i)
+        token = encoding.decode_single_token_bytes(i)
         continues_character = 0x80 <= token[0] < 0xC0
         # A token may hold only the first bytes of a character. Append typical continuation bytes,
         # so that the character can be decoded and classified.

@@ -1,7 +1,8 @@
-"""What model.py and lib/baselines.py promise beyond the equations of test_all.py: costs, precision,
-and compiling."""
+"""What model.py, objectives.py and lib/baselines.py promise beyond the equations of test_all.py:
+costs, precision, compiling, and what a student's component may do."""
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 
 import model as model_module
 from lib import baselines
-from model import Positions
+from model import SCHEMES, Component, Positions, Relative, offset_scores
+from objectives import OBJECTIVES, PPLM, ObjectiveConfig
 from test_all import SEP, VOCAB, close, corrupted, pretraining, sequences, slow, tiny
+from tests.conftest import refuses
 
 
 def test_baselines_of_a_sum():
@@ -79,3 +82,78 @@ def test_one_graph(pe, objective):
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     close(compiled(batch)[0], model(batch)[0], 1e-6)
+
+
+def test_what_follows_from_positions_is_computed_once(monkeypatch):
+    """All layers and the pair head share the angles of rope and the rows of offsets."""
+    calls, (net, _, batch) = Counter(), corrupted("pplm", "rope+rel+t5", n_layer=3)
+    for owner, name in ((torch, "eye"), (model_module, "frequencies")):  # eye: masked_pairs
+        function = getattr(owner, name)
+        counted = lambda *a, f=function, n=name, **k: calls.update([n]) or f(*a, **k)  # noqa: E731
+        monkeypatch.setattr(owner, name, counted)
+    net(batch)
+    assert calls == {"eye": 1, "frequencies": 1}
+
+
+class Stacked(Component):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.slopes = torch.nn.Parameter(torch.ones(cfg.n_layer, cfg.n_head))
+
+
+class PerLayer(Relative):  # rel_k with a tensor per layer; numbers do not matter
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.layers = torch.nn.ParameterList(self.table.weight * n for n in range(cfg.n_layer))
+        del self.table
+
+    def scores(self, q, k, pos, layer):
+        return offset_scores(q, self.layers[layer], pos)
+
+    def values(self, A, pos, layer):
+        return 0
+
+    def bias(self, pos):
+        return 3
+
+
+def test_hooks_may_return_numbers_and_layers_may_be_tensors(monkeypatch):
+    """A hook may return a number. Weights of each layer may be a ParameterList, which gets one more
+    entry for the pair head; an error says so of weights that cannot."""
+    monkeypatch.setitem(SCHEMES, "mine", [PerLayer])
+    mine, rel_k, tokens = tiny("mine"), tiny("rel_k"), sequences()
+    rel_k.load_state_dict(mine.state_dict(), strict=False)
+    for table, own in zip(
+        rel_k.scheme.parts["RelativeKeys"].layers, mine.scheme.parts["PerLayer"].layers
+    ):
+        table.weight.data = own.data
+    pad = torch.arange(12).expand(6, 12) > 8
+    close(mine(tokens, pad=pad), rel_k(tokens, pad=pad))
+    close(mine(tokens), rel_k(tokens))
+    q, pos = torch.randn(1, 2, 12, 8), torch.arange(12)
+    close(mine.logits(q, q, pos, 0), rel_k.logits(q, q, pos, 0) + 3)
+    net, _, batch = corrupted("pplm", "mine", n_layer=2)
+    net(batch)
+    assert len(net.encoder.scheme.parts["PerLayer"].layers) == 3
+    monkeypatch.setitem(SCHEMES, "mine", [Stacked])
+    with pytest.raises(TypeError, match="Stacked.__init__ .* belong in self.layers"):
+        pretraining("pplm", "mine")
+
+
+def test_attention_restores_modes():
+    """Encoder.attention leaves every submodule in its mode, also if it raises."""
+    encoder = tiny()
+    encoder.blocks[0].eval()
+    encoder.attention(sequences())
+    refuses("longer than", encoder.attention, sequences(2, 13))
+    assert encoder.training and encoder.blocks[1].training and not encoder.blocks[0].training
+
+
+def test_names_of_objectives_are_expanded(monkeypatch):
+    """A name may stand for a sum, which may have such a name in it, and be part of another one."""
+    monkeypatch.setitem(OBJECTIVES, "rpp", "mlm+pplm")
+    monkeypatch.setitem(OBJECTIVES, "all", "rpp+tc")
+    monkeypatch.setitem(OBJECTIVES, "taco_x", type("X", (PPLM,), {}))
+    assert ObjectiveConfig("rpp").objective == "mlm+pplm"
+    assert ObjectiveConfig("nsp+all").objective == "nsp+mlm+pplm+tc"
+    assert ObjectiveConfig("taco_x+taco").objective == "mlm+taco_x+tc"

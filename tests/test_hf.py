@@ -178,7 +178,12 @@ def test_a_classifier_is_exported_with_its_labels(export, tmp_path, pe, task):
 
 
 UNKNOWN = [("--pe rel_k", None), ("--pe rope+t5", None), ("--objective clm", None)]
-UNKNOWN += [("--norm pre", None), ("--pe abs", "squad"), ("--pe rope", "cola")]
+UNKNOWN += [
+    ("--pe rope --rope_scale 2", None),
+    ("--norm pre", None),
+    ("--pe abs", "squad"),
+    ("--pe rope", "cola"),
+]
 
 
 @pytest.mark.parametrize("flags, task", UNKNOWN)

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "t5": "mpnet", "abs+t5": "mpnet", "sin+t5": "mpnet", "lsin+t5": "mpnet", "rope": "roformer",
 }
 # fmt: on
+CONSTANTS = ("t5_max_distance", "rope_base", "rope_scale")  # that transformers cannot change
 # A field of EncoderConfig -> its name in transformers.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -181,10 +182,13 @@ def new_model(run, encoder, checkpoint):
     kinds = [kind for pe, kind in ARCHITECTURES.items() if set(parse_pe(pe)) == components]
     # RoFormer's classification head has a GELU, and our span head is a single layer.
     other_head = task and (kinds == ["roformer"] or "head.4.weight" not in weights)
-    if not kinds or other_head or cfg.norm != "post" or "objectives.clm.bias" in weights:
+    other_pe = any(getattr(cfg, name) != getattr(EncoderConfig(), name) for name in CONSTANTS)
+    other = other_head or other_pe or cfg.norm != "post"
+    if not kinds or other or "objectives.clm.bias" in weights:
         raise UserError(
             f"{run}, --pe {cfg.pe}: transformers has no such model. Schemes to export: "
-            f"{', '.join(ARCHITECTURES)}; not clm or --norm pre, nor rope or SQuAD if fine-tuned"
+            f"{', '.join(ARCHITECTURES)}, with the default --{', --'.join(CONSTANTS)}; not clm or "
+            "--norm pre, nor rope or SQuAD if fine-tuned"
         )
     config = ROBERTA | their_sizes(cfg) | {"model_type": kinds[0]}
     if encoder.scheme.token_scale != 1:  # sin, lsin scale the input embeddings only, so untie them
