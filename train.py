@@ -39,6 +39,7 @@ from lib.config import (
 from lib.device import (
     autocast,
     can_compile,
+    flops_per_token,
     git_commit,
     keep_memory,
     peak_flops,
@@ -72,10 +73,9 @@ DOCS = dict(dataset="docs", tokenizer="bpe")
 WEB = dict(dataset="wikibooks", tokenizer="gpt2")
 ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
 ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
-# demo, lab and pairs are our own; they are short, so they have no dropout. pairs is the default of
-# objectives that predict positions: with it, small models use their tokens. The others follow their
-# papers, but rpp's warm-up, schedule, betas, eps and weight decay are ours, and so are the width,
-# heads and steps of wang (the paper gives epochs).
+# demo, lab and pairs are ours, short and without dropout; with pairs, small models that predict
+# positions use their tokens. The others follow their papers, but rpp's warm-up, schedule, betas, eps
+# and weight decay are ours, and so are the width, heads and steps of wang (it gives epochs).
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
@@ -418,14 +418,6 @@ def train(args, argv):
         print_summary(run.path, row, model, args, PRESETS["pairs"], baselines, seconds)
     if world > 1:
         leave(0)
-
-
-def flops_per_token(model):
-    """FLOPs of forward and backward per token: 6 per weight of a matrix multiplication, plus
-    attention (PaLM, app. B). Heads and positional terms are left out."""
-    cfg, encoder = model.encoder.config, model.encoder
-    n_weights = sum(p.numel() for p in encoder.blocks.parameters())
-    return 6 * n_weights + 12 * cfg.n_layer * cfg.d_model * cfg.max_len
 
 
 @torch.no_grad()

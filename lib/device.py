@@ -113,6 +113,14 @@ def keep_memory():
 PEAK_FLOPS = {"V100-SXM": 125e12, "A100": 312e12, "H100 80GB HBM3": 989e12}
 
 
+def flops_per_token(model):
+    """FLOPs of forward and backward per token: 6 per weight of a matrix multiplication, plus
+    attention (PaLM, app. B). Heads and positional terms are left out."""
+    cfg, encoder = model.encoder.config, model.encoder
+    n_weights = sum(p.numel() for p in encoder.blocks.parameters())
+    return 6 * n_weights + 12 * cfg.n_layer * cfg.d_model * cfg.max_len
+
+
 def peak_flops(device):
     """Peak FLOP/s of the device, or None if unknown (then MFU is not printed)."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
