@@ -74,8 +74,8 @@ WEB = dict(dataset="wikibooks", tokenizer="gpt2")
 ADAM_98 = dict(beta1=0.9, beta2=0.98, eps=1e-6)
 ADAM_999 = dict(beta1=0.9, beta2=0.999, eps=1e-6)
 # demo, lab and pairs are ours, short and without dropout; with pairs, small models that predict
-# positions use their tokens. The others follow their papers, but rpp's warm-up, schedule, betas, eps
-# and weight decay are ours, and so are the width, heads and steps of wang (it gives epochs).
+# positions use their tokens. The others follow their papers, but rpp's warm-up, schedule, Adam
+# settings and weight decay are ours, and so are wang's width, heads and steps (it gives epochs).
 # fmt: off
 PRESETS = {
     "demo": dict(n_layer=4, d_model=128, n_head=4, d_ff=512, block_size=64, batch_size=32,
