@@ -85,7 +85,7 @@ class Objective(nn.Module):
     min_sequences = 1  # in a batch
     rate = None  # the field of ObjectiveConfig that says which share of the tokens it selects
     min_selected = 1  # per sequence
-    uses = ablation = None  # what should be used, and what `ablate` puts there, in words
+    uses = ablation = None  # "order is", to be followed by "used"; what `ablate` puts there
 
     def __init__(self, encoder: Encoder, cfg):
         super().__init__()
@@ -444,8 +444,8 @@ class PPLM(Objective):
         strings, pos = token_strings(encoder, tokens[0, 1:-1]), self.exchange(encoder, tokens)
         restored = self.restore(encoder, tokens, pos)
         given, found = ("".join(strings[i] for i in x.argsort()) for x in (pos, restored))
-        verdict = "correct" if found == "".join(strings) else "wrong"
-        return f"{given} -> {found} ({verdict})"
+        true = "".join(strings)
+        return f"{given} -> {found} ({'correct' if found == true else f'true: {true.strip()}'})"
 
 
 class PMLM(PPLM):

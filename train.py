@@ -6,7 +6,7 @@
     torchrun --nproc_per_node 4 train.py --pe tupe_r --preset tupe      # several GPUs
 
 A run is stored in out/<dataset>-<preset>-<pe>-<objective>-s<seed>/. To resume after Ctrl-C or a
-crash, add --resume to the same command. A flag overrides the preset.
+crash, add --resume to the same command. A flag overrides the preset; --help shows demo's values.
 """
 
 import contextlib
@@ -180,7 +180,7 @@ def parse_args(argv=None):
     flag("--tc_temperature", type=positive, help="temperature of the softmax over cosines")
 
     flag = add_data_flags(parser)
-    flag("--data_fraction", type=between(float, "(0, 1]"), default=1.0, help="used (TACO)")
+    flag("--data_fraction", type=between(float, "(0, 1]"), default=1.0, help="of the text (TACO)")
 
     def parse(preset):
         defaults = vars(EncoderConfig()) | vars(ObjectiveConfig()) | PRESETS[preset or "demo"]

@@ -16,7 +16,7 @@ KNOWS = {  # "a predictor that knows only ..."
     "unigram": "token frequencies",
     "constant": "class frequencies",
     "prior": "the frequency of each offset",
-    "copy": "the two assigned positions",
+    "copy": "the two assigned positions, and no token",
     "free_slots": "which positions are masked",
     "some_moved": "which positions really moved",
     "binary": "how often the assigned offset is the true one",

@@ -117,7 +117,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=30, width=100)
 
     def _get_help_string(self, action):
-        shown = action.default not in (None, False, argparse.SUPPRESS)
+        shown = not any(action.default is x for x in (None, False, argparse.SUPPRESS))
         return action.help + " (default: %(default)s)" * shown
 
 

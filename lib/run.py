@@ -206,7 +206,8 @@ def print_summary(folder, row, model, args, pairs, baselines, seconds):
         if ablated is not None:
             rise = ablated - loss
             verdict = "not used" if rise < USED else "used" if rise >= CLEARLY else "hardly used"
-            print(f"  with {objective.ablation} {ablated:.3f}: {objective.uses} {verdict}")
+            ablation = f"ablation, with {objective.ablation} {ablated:.3f}"
+            print(f"  {ablation}: {objective.uses} {verdict}")
             if rise < CLEARLY:
                 print(f"  try {remedy(objective, args, pairs)}")
     run, kinds = shlex.quote(folder.as_posix()), {x.kind for x in model.objectives.values()}
