@@ -71,7 +71,7 @@ def test_commands_and_links(page):
 
 
 def test_field_guide():
-    """docs/encodings.md describes every scheme of the project, its links lead to the classes of model.py, and its
+    """docs/encodings.md describes every scheme, its links lead to the classes of model.py, and its
     code is that of model.py."""
     page, source = (ROOT / "docs/encodings.md").read_text(), (ROOT / "model.py").read_text()
     for name in model.PE_NAMES:
