@@ -262,9 +262,7 @@ def validation_batches(corpus, L):
 def add_data_flags(parser):
     """Add the flags that say which text is used -> the add_argument of their group."""
     flag, path = parser.add_argument_group("data").add_argument, os.path.expanduser
-    what = (
-        "docs, wikibooks, files ('books/*.jsonl.xz'), a prepared folder, or a hub set name[:config]"
-    )
+    what = "docs, wikibooks, 'books/*.jsonl.xz', a prepared folder, or a hub set name[:config]"
     flag("--dataset", type=path, default="docs", help=what)
     flag("--tokenizer", choices=("bpe", "gpt2"), default="bpe", help="bpe: trained on the corpus")
     flag("--text_column", default="text", help="the column that holds the text")

@@ -49,7 +49,7 @@ from lib.files import (
     write_checkpoint,
 )
 from lib.glue import GLUE, Task, paper_averages, read_split
-from lib.run import broken, clip_and_step
+from lib.run import broken, clip_and_step, schedule
 from lib.sources import DOCS_LIBRARIES
 from lib.squad import SQUAD, SQUAD_V2
 from lib.weights import load_strict, warm_start
@@ -76,7 +76,7 @@ TASKS = {
 # out of the average in its table 3; in short runs, its warm-up is cut to a third of the steps. Wang
 # 2021 evaluates every 1,000 steps on SQuAD's dev set and reports the best; here the last model is
 # scored. The encoder's dropout is not part of a recipe: it is that of the pre-trained model, 0 for
-# the presets demo and lab.
+# the presets demo, lab and pairs.
 # fmt: off
 RECIPES = {
     # ELECTRA (Clark 2020, app. B), which RPP follows
@@ -296,7 +296,7 @@ def param_groups(model, lr, layer_decay, weight_decay):
     n_layer, groups = len(model.encoder.blocks), defaultdict(list)
     for name, p in model.named_parameters():
         # Some schemes have weights of their own in each layer.
-        layer = re.match(r"encoder\.(?:blocks|scheme\.parts\.\w+\.layers)\.(\d+)\.", name)
+        layer = re.match(r"encoder\.(?:blocks|scheme\.parts\.\w+\.layers)\.(\d+)", name)
         if name.startswith("head."):
             depth = 0
         elif name.startswith("encoder.final_norm."):
@@ -311,12 +311,10 @@ def param_groups(model, lr, layer_decay, weight_decay):
     ]
 
 
-def schedule(step, steps, warmup):
-    """Fraction of the peak learning rate at a step: linear warm-up (below 1: a fraction of the
-    steps), then linear decay to 0."""
-    warmup = warmup * steps if warmup < 1 else warmup
-    warmup = min(warmup, steps // 3)  # with few rows, taco's would be longer than the run
-    return min((step + 1) / max(1, warmup), (steps - step) / (steps - warmup), 1.0)
+def warmup_steps(warmup, steps):
+    """A recipe's warm-up (below 1: a fraction of the steps) -> steps, at most a third of the run:
+    with few rows, taco's would be longer."""
+    return min(warmup * steps if warmup < 1 else warmup, steps // 3)
 
 
 def train(model, rows, chosen, lr, seed, args):
@@ -325,6 +323,7 @@ def train(model, rows, chosen, lr, seed, args):
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     steps = chosen.epochs * math.ceil(len(rows) / chosen.batch_size)
+    warmup = warmup_steps(chosen.warmup, steps)
     if args.compile:
         torch._dynamo.reset()  # the previous model's graphs count towards dynamo's limit
         model.compile(dynamic=True)  # the length varies (on a GPU, SDPA needs a few graphs)
@@ -340,7 +339,7 @@ def train(model, rows, chosen, lr, seed, args):
     for step, indices in enumerate(bar):
         # The groups' learning rates rise and fall together, each with its own peak.
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * schedule(step, steps, chosen.warmup)
+            group["lr"] = group["peak_lr"] * schedule(step, steps, warmup)
 
         tokens, pad, labels = padded_batch(rows, indices, model.encoder.config.pad_id, args.device)
         with autocast(args.device, args.dtype):
@@ -509,8 +508,8 @@ def finetune(name, rows, evaluations, start, source, args):
         key: encode_rows(name, value, tokenizer, cfg, chosen.length)
         for key, value in evaluations.items()
     }
-    print(f"{name}: from {source}; length {chosen.length}")
     print(
+        f"{name}: from {source}; length {chosen.length}\n"
         f"{len(rows):,} rows to train on, {sum(map(len, evaluations.values())):,} to score; "
         f"recipe {chosen.recipe}: {chosen.epochs} epochs, batch {chosen.batch_size}, lr",
         *chosen.lr,

@@ -192,15 +192,13 @@ class Positions:
 
 
 def normal(*shape):
-    """A parameter. The initial values of all weights:
+    """A parameter. The initial values of all weights (any other module keeps its own):
 
-    linear, embedding      N(0, 0.02), bias 0
-    xavier_linear          Xavier-uniform, bias 0 (U_Q, U_K, F_Q, F_K, the pair head)
-    OffsetTable, normal    N(0, 0.02) (masked positions, theta, free tables)
+    normal, OffsetTable    N(0, 0.02) (masked positions, theta, free tables)
+    linear, embedding      N(0, 0.02), bias 0, as in BERT
+    xavier_linear          Xavier-uniform, bias 0: U_Q, U_K, F_Q, F_K, the pair head
     LayerNorm              1 and 0
     frequencies            10000^(-2k/width)
-
-    Any other module keeps its own initialization.
     """
     return nn.Parameter(0.02 * torch.randn(*shape))
 
@@ -249,7 +247,7 @@ class OffsetTable(nn.Embedding):
 
 class Component(nn.Module):
     """To add a scheme, subclass this, override some of its five hooks, and add a line to SCHEMES.
-    A hook that is not overridden adds nothing.
+    A hook that is not overridden is not called.
 
     pos is a Positions. Pairs with a masked position (pos.masked_pairs) need a separate value, since
     their offset is meaningless. Weights of which each layer has its own are in self.layers, an
@@ -306,7 +304,7 @@ class Absolute(Component):
 
 def frequencies(width, like, base=10000.0):
     """w_k = base^(-2k/width), k = 0 to width/2 - 1 (Vaswani 2017, sec 3.5), on the device of
-    `like`. Not in 16 bits: angles near position 500 can be off by 1.6 radians (bfloat16)."""
+    `like`. Not in 16 bits: angles near position 500 can be off by more than a radian (bfloat16)."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return base ** (-torch.arange(0, width, 2, device=like.device, dtype=dtype) / width)
 
@@ -507,7 +505,7 @@ class Tupe(Component):
         self.theta = normal(2, cfg.d_model) if self.reset else None  # p_t1, p_t2
 
     def bias(self, pos):
-        # Dividing both terms by sqrt(2D) instead of sqrt(D) (here, and q_i . k_j in Block.attend)
+        # Dividing both terms by sqrt(2D) instead of sqrt(D) (here, and in dot_product_logits)
         # keeps the magnitude of their sum (TUPE sec 3.3), provided that the two are of similar
         # size. (With this initialization the positional term is larger at first.)
         p_q, p_k = self.positions(pos)  # (1 or B, H, L, D) each
@@ -570,7 +568,7 @@ def check_result(hook, x, shape):
 
 
 def plus(a, b):
-    """a + b, each a tensor or a number. Most hooks return 0, which is added without any work."""
+    """a + b, each a tensor or a number. Adding 0 would cost a pass over a tensor (B, H, L, L)."""
     for x, other in ((a, b), (b, a)):
         if not isinstance(x, torch.Tensor) and x == 0:
             return other
@@ -716,7 +714,7 @@ class Encoder(nn.Module):
     def __init__(self, cfg: EncoderConfig):
         super().__init__()
         self.config = cfg
-        self.tokenizer = None  # a tiktoken.Encoding, set by load() and train.py
+        self.tokenizer = None  # a tiktoken.Encoding, set by those who load or build a model
         padded_size = 64 * math.ceil(cfg.vocab_size / 64)  # faster matrix multiplication
         self.tok = embedding(padded_size, cfg.d_model)
         self.scheme = PositionalScheme(cfg)

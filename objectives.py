@@ -16,15 +16,15 @@ taco          TACO eq 11  mlm+tc
 nsp           BERT        [SEP] in the middle; half of the   does the second half follow the first?
                           sequences get another second half
 
-Objectives are joined by `+`: mlm+pplm is the sum of both losses on one corrupted batch. Each
-objective has two methods:
+Objectives are joined by `+`: mlm+pplm is the (weighted) sum of both losses on one corrupted batch.
+Each objective has two methods:
 
     corrupt(batch, generator)       not compiled, because it draws random numbers
     loss(encoder, hidden, batch)    compiled with the encoder -> loss (), {name: ()} to log
 
 and two more that say what has been learned: `sample` and `ablate`.
 
-No shape depends on the data, so there is no recompilation and no CPU-GPU sync.
+No shape in these two depends on the data, so there is no recompilation and no CPU-GPU sync.
 
 A batch is a dictionary with these keys, and each objective adds its own:
 
@@ -75,6 +75,104 @@ CHUNK_BYTES = 1 << 30  # maximum memory for the float32 logits of pairs
 
 # Objectives corrupt a batch in this order; a sum has at most one of each kind.
 KINDS = ["sentence", "token", "position", "contrastive"]
+
+
+def expand(objective) -> list[str]:
+    """'taco+pplm' -> ['mlm', 'tc', 'pplm']: names that stand for a sum are replaced by it."""
+    names = []
+    for name in objective.split("+"):
+        value = OBJECTIVES.get(name)
+        names += expand(value) if isinstance(value, str) else [name]
+    return names
+
+
+def sort_objectives(names) -> list[str]:
+    """['pplm', 'mlm'] -> ['mlm', 'pplm'], the order of corruption. Raises ValueError, with the
+    reason, if the sum is not legal."""
+    for name in names:
+        if name not in OBJECTIVES:
+            raise ValueError(
+                f"unknown --objective {name!r}; choose from {', '.join(OBJECTIVES)}, or a sum such "
+                "as mlm+pplm"
+            )
+    kinds = [OBJECTIVES[name].kind for name in names]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ValueError(f"--objective {'+'.join(names)}: at most one {kind} objective")
+    if "clm" in names and {"sentence", "position"} & set(kinds):
+        raise ValueError("clm is causal, so it cannot be combined with nsp or a position objective")
+    return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
+
+
+@dataclass
+class ObjectiveConfig:
+    """The settings of the objectives. Raises ValueError on an unknown choice or a wrong sum."""
+
+    objective: str = "mlm"  # a name in OBJECTIVES, or a sum such as mlm+pplm
+    loss_weights: tuple | None = None  # one weight per objective of the sum
+    mask_rate: float = 0.15  # fraction of tokens that mlm selects
+    whole_word: bool = False  # mlm: whole-word masking
+    mlm_on: Literal["masked", "all"] = "masked"  # loss on the masked tokens, or on all (MLM+TP)
+    pos_rate: float = 0.60  # fraction of positions masked or permuted
+    pair_scores: Literal["total", "content"] = "total"  # with the scheme's terms, or without
+    pair_head: Literal["mlp", "linear"] = "mlp"  # how a pair's logits become class logits
+    pair_layer: Literal["extra", "last"] = "extra"  # of one more layer, or of the last block (RPP)
+    tc_on: Literal["all", "masked"] = "all"  # tc's anchors (masked: TACO's concentrated)
+    tc_embedding: Literal["input", "input_layer"] = "input"  # what tc subtracts from h
+    tc_window: int = 5  # W, odd: positives are at most (W-1)/2 tokens away, if one is eligible
+    tc_negatives: int = 50  # K
+    tc_temperature: float = 0.07
+
+    def __post_init__(self):
+        for field in fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if isinstance(value, str) and choices and value not in choices:
+                raise ValueError(f"--{field.name} is {value!r}; choose from {', '.join(choices)}")
+        if self.tc_window < 3 or self.tc_window % 2 == 0:
+            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd and at least 3")
+        # Sort the objectives, and their weights with them, into the order of corruption.
+        given = expand(self.objective)
+        names = sort_objectives(given)
+        if self.loss_weights is not None:
+            if len(self.loss_weights) != len(given):
+                raise ValueError(
+                    f"--loss_weights: {'+'.join(given)} needs {len(given)} numbers, "
+                    f"not {len(self.loss_weights)}"
+                )
+            self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
+        self.objective = "+".join(names)
+        for flag, value in (("tc_on", "masked"), ("mlm_on", "all"), ("whole_word", True)):
+            if getattr(self, flag) == value and "mlm" not in names:
+                setting = f"--{flag}" if value is True else f"--{flag} {value}"
+                raise ValueError(f"{setting} needs mlm; the objective is {self.objective}")
+
+
+def predicts_positions(objective: str) -> bool:
+    """Whether a sum of objectives has one that predicts positions."""
+    known = [name for name in expand(objective) if name in OBJECTIVES]
+    return any(OBJECTIVES[name].kind == "position" for name in known)
+
+
+def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):
+    """Raise ValueError if the objectives do not fit the encoder, or a batch is too small."""
+    for name in cfg.objective.split("+"):
+        objective, n = OBJECTIVES[name], encoder_cfg.max_len - 2
+        rate = getattr(cfg, objective.rate) if objective.rate else 1
+        if round(rate * n) < objective.min_selected:
+            raise ValueError(
+                f"--{objective.rate} {rate} of {n} tokens selects fewer than "
+                f"{objective.min_selected}: increase it or --block_size"
+            )
+        masked_ok = all(component.masked_ok for component in parse_pe(encoder_cfg.pe))
+        if objective.masks_positions and not masked_ok:
+            raise ValueError(
+                f"--objective {name} masks positions, which --pe {encoder_cfg.pe} cannot "
+                "represent: use another scheme, or pplm"
+            )
+        if batch_size is not None and batch_size < objective.min_sequences:
+            raise ValueError(
+                f"--objective {name} needs --batch_size {objective.min_sequences} or more"
+            )
 
 
 class Objective(nn.Module):
@@ -231,13 +329,11 @@ class MLM(TokenObjective):
         starts = begins_word(original, self.in_word) if self.cfg.whole_word else None  # (B, L)
         slots, valid = select(eligible, self.cfg.mask_rate, generator, starts)
         target = original.gather(1, slots)  # (B, k)
-        # 80% [MASK], 10% a random token, 10% unchanged, since fine-tuning has no [MASK]. (Of the
-        # three lines that set `shown`, a later one wins.)
+        # 80% [MASK], 10% a random token, 10% unchanged, since fine-tuning has no [MASK].
         u = torch.rand(slots.shape, generator=generator, device=slots.device)
         n_ordinary = self.vocab_size - N_SPECIALS
         random = torch.randint(n_ordinary, slots.shape, generator=generator, device=slots.device)
-        shown = torch.where(u < 0.9, random, target)
-        shown = torch.where(u < 0.8, self.mask_id, shown)
+        shown = torch.where(u < 0.8, self.mask_id, torch.where(u < 0.9, random, target))
         shown = torch.where(valid, shown, target)
         batch["tokens"] = batch["tokens"].scatter(1, slots, shown)
         selected = torch.zeros_like(eligible).scatter(1, slots, valid)
@@ -399,7 +495,7 @@ class PPLM(Objective):
         # A sequence has n^2 pairs, each with a softmax over 2L - 1 classes. Large batches are split
         # into chunks, whose logits are recomputed in the backward pass, so that only one chunk's
         # logits exist at a time.
-        recompute = len(s) > self.chunk_size and self.training
+        recompute = len(s) > self.chunk_size
         total = 0
         for chunk in zip(*[x.split(self.chunk_size) for x in (s, label, weight)]):
             if recompute:
@@ -477,8 +573,8 @@ class PPLMBinary(PPLM):
         return (true_offset == assigned_offset).long()
 
     def offset_log_p(self, encoder, tokens, pos):
-        """As in PPLM: the assigned offset of each pair has the probability that it is the true one,
-        and every other offset the probability that it is not."""
+        """As in PPLM, but scores: the assigned offset of each pair has the log-probability that it
+        is the true one, and every other offset that it is not."""
         false, true = super().offset_log_p(encoder, tokens, pos).split(1, -1)  # (B, n, n, 1) each
         assigned = (pos[:, None, 1:-1] - pos[:, 1:-1, None]).cpu()[..., None]  # (B, n, n, 1)
         log_p = false.repeat(1, 1, 1, 2 * self.max_len - 1)
@@ -487,6 +583,12 @@ class PPLMBinary(PPLM):
 
 # --------------------------------------------------------------------------------------------------
 # Contexts
+
+
+def random_below(n, generator):
+    """n, a tensor of counts -> for each, a uniform random integer from 0 to n - 1."""
+    u = torch.rand(n.shape, generator=generator, device=n.device)
+    return (u * n).long().clamp(max=n - 1)
 
 
 class TC(Objective):
@@ -524,16 +626,12 @@ class TC(Objective):
         anchors = batch["mlm_selected"] if self.cfg.tc_on == "masked" else eligible
         # The index, in the flattened batch, at which each sequence begins.
         first_index = L * torch.arange(B, device=eligible.device)[:, None, None]  # (B, 1, 1)
-        positives = first_index + self.positives(eligible, m, generator)[..., None]  # (B, L, 1)
+        near, is_near = self.nearby(eligible, generator)
+        near = torch.where(is_near, near, self.elsewhere(eligible, m, generator))
+        positives = first_index + near[..., None]  # (B, L, 1)
         candidates = torch.cat((positives, self.negatives(eligible, m, generator)), -1)
         # A token counts if it has a positive (m > 1) and negatives (in other sequences).
         batch.update(tc_candidates=candidates, tc_weight=anchors & (m > 1) & (m.sum() > m))
-
-    def positives(self, eligible, m, generator):
-        """-> (B, L): for each token i, a random eligible token at distance 1 to (W-1)/2, or, if
-        there is none, any other eligible token of the sequence."""
-        near, is_near = self.nearby(eligible, generator)
-        return torch.where(is_near, near, self.elsewhere(eligible, m, generator))
 
     def nearby(self, eligible, generator):
         """-> (B, L): a random eligible token at distance 1 to (W-1)/2; (B, L) bool: is there one?
@@ -592,12 +690,6 @@ class TC(Objective):
             return loss, {}
         correct = logits[..., 0] > logits[..., 1:].amax(-1)
         return loss, {"accuracy": weighted_mean(correct, weight)}
-
-
-def random_below(n, generator):
-    """n, a tensor of counts -> for each, a uniform random integer from 0 to n - 1."""
-    u = torch.rand(n.shape, generator=generator, device=n.device)
-    return (u * n).long().clamp(max=n - 1)
 
 
 class NSP(Objective):
@@ -728,104 +820,6 @@ class Pretraining(nn.Module):
             scalars[name] = loss.detach()
             scalars.update({f"{name}_{key}": value for key, value in extra.items()})
         return total, scalars
-
-
-@dataclass
-class ObjectiveConfig:
-    """The settings of the objectives. Raises ValueError on an unknown choice or a wrong sum."""
-
-    objective: str = "mlm"  # a name in OBJECTIVES, or a sum such as mlm+pplm
-    loss_weights: tuple | None = None  # one weight per objective of the sum
-    mask_rate: float = 0.15  # fraction of tokens that mlm selects
-    whole_word: bool = False  # mlm: whole-word masking
-    mlm_on: Literal["masked", "all"] = "masked"  # loss on the masked tokens, or on all (MLM+TP)
-    pos_rate: float = 0.60  # fraction of positions masked or permuted
-    pair_scores: Literal["total", "content"] = "total"  # with the scheme's terms, or without
-    pair_head: Literal["mlp", "linear"] = "mlp"  # how a pair's logits become class logits
-    pair_layer: Literal["extra", "last"] = "extra"  # of one more layer, or of the last block (RPP)
-    tc_on: Literal["all", "masked"] = "all"  # tc's anchors (masked: TACO's concentrated)
-    tc_embedding: Literal["input", "input_layer"] = "input"  # what tc subtracts from h
-    tc_window: int = 5  # W, odd: positives are at most (W-1)/2 tokens away, if one is eligible
-    tc_negatives: int = 50  # K
-    tc_temperature: float = 0.07
-
-    def __post_init__(self):
-        for field in fields(self):
-            value, choices = getattr(self, field.name), get_args(field.type)
-            if isinstance(value, str) and choices and value not in choices:
-                raise ValueError(f"--{field.name} is {value!r}; choose from {', '.join(choices)}")
-        if self.tc_window < 3 or self.tc_window % 2 == 0:
-            raise ValueError(f"--tc_window is {self.tc_window}; it must be odd and at least 3")
-        # Sort the objectives, and their weights with them, into the order of corruption.
-        given = expand(self.objective)
-        names = sort_objectives(given)
-        if self.loss_weights is not None:
-            if len(self.loss_weights) != len(given):
-                raise ValueError(
-                    f"--loss_weights: {'+'.join(given)} needs {len(given)} numbers, "
-                    f"not {len(self.loss_weights)}"
-                )
-            self.loss_weights = tuple(self.loss_weights[given.index(name)] for name in names)
-        self.objective = "+".join(names)
-        for flag, value in (("tc_on", "masked"), ("mlm_on", "all"), ("whole_word", True)):
-            if getattr(self, flag) == value and "mlm" not in names:
-                setting = f"--{flag}" if value is True else f"--{flag} {value}"
-                raise ValueError(f"{setting} needs mlm; the objective is {self.objective}")
-
-
-def predicts_positions(objective: str) -> bool:
-    """Whether a sum of objectives has one that predicts positions."""
-    classes = [OBJECTIVES.get(name) for name in objective.split("+")]
-    return any(getattr(x, "kind", None) == "position" for x in classes)
-
-
-def check_fit(cfg: ObjectiveConfig, encoder_cfg: EncoderConfig, batch_size=None):
-    """Raise ValueError if the objectives do not fit the encoder, or a batch is too small."""
-    for name in cfg.objective.split("+"):
-        objective, n = OBJECTIVES[name], encoder_cfg.max_len - 2
-        rate = getattr(cfg, objective.rate) if objective.rate else 1
-        if round(rate * n) < objective.min_selected:
-            raise ValueError(
-                f"--{objective.rate} {rate} of {n} tokens selects fewer than "
-                f"{objective.min_selected}: increase it or --block_size"
-            )
-        masked_ok = all(component.masked_ok for component in parse_pe(encoder_cfg.pe))
-        if objective.masks_positions and not masked_ok:
-            raise ValueError(
-                f"--objective {name} masks positions, which --pe {encoder_cfg.pe} cannot "
-                "represent: use another scheme, or pplm"
-            )
-        if batch_size is not None and batch_size < objective.min_sequences:
-            raise ValueError(
-                f"--objective {name} needs --batch_size {objective.min_sequences} or more"
-            )
-
-
-def expand(objective) -> list[str]:
-    """'taco+pplm' -> ['mlm', 'tc', 'pplm']: names that stand for a sum are replaced by it."""
-    names = []
-    for name in objective.split("+"):
-        value = OBJECTIVES.get(name)
-        names += expand(value) if isinstance(value, str) else [name]
-    return names
-
-
-def sort_objectives(names) -> list[str]:
-    """['pplm', 'mlm'] -> ['mlm', 'pplm'], the order of corruption. Raises ValueError, with the
-    reason, if the sum is not legal."""
-    for name in names:
-        if name not in OBJECTIVES:
-            raise ValueError(
-                f"unknown --objective {name!r}; choose from {', '.join(OBJECTIVES)}, or a sum such "
-                "as mlm+pplm"
-            )
-    kinds = [OBJECTIVES[name].kind for name in names]
-    for kind in kinds:
-        if kinds.count(kind) > 1:
-            raise ValueError(f"--objective {'+'.join(names)}: at most one {kind} objective")
-    if "clm" in names and {"sentence", "position"} & set(kinds):
-        raise ValueError("clm is causal, so it cannot be combined with nsp or a position objective")
-    return sorted(names, key=lambda name: KINDS.index(OBJECTIVES[name].kind))
 
 
 def load(path) -> Pretraining:

@@ -1436,7 +1436,8 @@ def test_finetuning_schedule():
     """Linear warm-up, given in steps or as a share, of at most a third; then linear decay."""
 
     def of(warmup):
-        return [round(finetune.schedule(step, 10, warmup), 4) for step in range(10)]
+        steps = finetune.warmup_steps(warmup, 10)
+        return [round(finetune.schedule(step, 10, steps), 4) for step in range(10)]
 
     assert of(2) == of(0.2) == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
     assert of(0) == [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]

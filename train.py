@@ -56,6 +56,7 @@ from lib.run import (
     format_row,
     print_start,
     print_summary,
+    schedule,
 )
 from lib.weights import load_strict, warm_start
 from model import PE_NAMES, Encoder, EncoderConfig
@@ -243,13 +244,6 @@ def initialize(model, args, sources, tokenizer):
     return lines
 
 
-def get_lr(step, args):
-    """Linear warm-up, then linear decay, which reaches 0 after the last step."""
-    warmup = (step + 1) / max(1, args.warmup)
-    decay = (args.steps - step) / max(1, args.steps - args.warmup)
-    return args.lr * min(warmup, decay)
-
-
 def train(args, argv):
     """A run from start to end."""
     # ---- device and processes: torchrun sets RANK and WORLD_SIZE; several nodes need a shared disk
@@ -329,12 +323,12 @@ def train(args, argv):
         started, bad = t0, torch.zeros((), dtype=torch.bool, device=device)
         model.train()
         while step < args.steps:
-            lr = get_lr(step, args)
+            lr = args.lr * schedule(step, args.steps, args.warmup)
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-            # Data, corruption and dropout depend on (seed, step, micro) alone, so resuming needs no
-            # RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
+            # Data, corruption and dropout are functions of (seed, step, micro), so a resumed run
+            # needs no RNG state, and 2 processes with 1 micro-batch each match 1 process with 2.
             # (With more only up to rounding, because the gradients are added in another order; in
             # fp16 too: grad_accum divides the loss before scaling, DDP after.
             # DDP splits a compiled model, which changes its dropout masks.)
@@ -387,8 +381,10 @@ def train(args, argv):
             if rank == 0:  # the other ranks wait in their next all-reduce
                 if evaluating:
                     row |= evaluate(model, validation, amp, device)
-                if step == args.steps:
-                    row |= evaluate_ablations(model, validation, amp, device)
+                for name, objective in model.objectives.items() if step == args.steps else ():
+                    if objective.ablation:  # without what it should make the model use
+                        ablated = evaluate(model, validation, amp, device, objective)
+                        row[f"ablated_{name}"] = ablated[f"val_{name}"]
                 run.log(row)
                 if evaluating or keeping or stopping:
                     state = {
@@ -436,16 +432,6 @@ def evaluate(model, validation, amp, device, ablated=None):
             sums[f"val_{name}"] += value.float() * len(tokens) / n
     model.train()
     return {name: float(value) for name, value in sums.items()}
-
-
-def evaluate_ablations(model, validation, amp, device):
-    """The validation loss of each objective without what it should make the model use (see
-    Objective.ablate) -> {"ablated_" + name: float}."""
-    return {
-        f"ablated_{name}": evaluate(model, validation, amp, device, objective)[f"val_{name}"]
-        for name, objective in model.objectives.items()
-        if objective.ablation
-    }
 
 
 def main(argv=None):

@@ -110,6 +110,12 @@ def clip_and_step(model, optimizer, scaler):
     return grad_norm
 
 
+def schedule(step, steps, warmup):
+    """Fraction of the peak learning rate: linear warm-up, then linear decay, which reaches 0 after
+    the last step."""
+    return min((step + 1) / max(1, warmup), (steps - step) / max(1, steps - warmup))
+
+
 def broken(bad, scaler):
     """Whether training cannot go on. bad () bool: some step had a loss or gradient that is not
     finite. With fp16 that is normal at first: the scaler skips such a step and halves its scale,

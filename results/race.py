@@ -22,7 +22,7 @@ import train
 from lib.config import Parser, UserError, one_line_errors
 from lib.device import autocast, keep_memory, pick_device, pick_dtype, processor_name
 from lib.files import read_json, write_json
-from lib.run import clip_and_step
+from lib.run import clip_and_step, schedule
 from tools.bench import PEERS, Peer
 
 FILE = Path(__file__).with_name("bench-race.json")
@@ -70,12 +70,11 @@ def train_for(steps, name, args, corpus, batches):
     """Train a model -> the numbers of its row."""
     model, step = start(name, args, corpus, batches)
     warmup = min(args.warmup, steps // 3)
-    schedule = argparse.Namespace(lr=args.lr, warmup=warmup, steps=steps)
     validation = data.validation_batches(corpus, args.block_size)
     points = {round(steps * (i + 1) / POINTS) for i in range(POINTS)}
     seconds, curve = 0.0, []
     for n in tqdm(range(steps), name, leave=False, disable=None):
-        seconds += step(n, train.get_lr(n, schedule))
+        seconds += step(n, args.lr * schedule(n, steps, warmup))
         if n + 1 in points:  # not counted as training time
             amp = autocast(args.device, args.dtype)
             loss = train.evaluate(model, validation, amp, args.device)["val_loss"]

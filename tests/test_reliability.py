@@ -98,9 +98,9 @@ def torchrun(*command):
 
 
 KILLED = """import os, signal, train
-get_lr, me = train.get_lr, os.getpid()
+schedule, me = train.schedule, os.getpid()
 kill = lambda step: step == 3 and os.environ["RANK"] == "1" and os.kill(me, signal.SIGKILL)
-train.get_lr = lambda step, args: kill(step) or get_lr(step, args)
+train.schedule = lambda step, *args: kill(step) or schedule(step, *args)
 train.main()"""
 
 
@@ -190,14 +190,14 @@ def test_an_output_that_is_gone_does_not_end_a_run(corpus_file, cache, tmp_path)
 def test_signals(run, tmp_path, monkeypatch, capsys, name):
     """SIGHUP (a closed terminal), SIGTERM and Ctrl-C save and stop; where they are ignored (nohup),
     they stay ignored. Afterwards, as a notebook needs, everything is as before."""
-    number, get_lr = getattr(signal, name), train.get_lr
+    number, schedule = getattr(signal, name), train.schedule
 
-    def kill_at_step_3(step, args):
+    def kill_at_step_3(step, *args):
         if step == 3:
             os.kill(os.getpid(), number)
-        return get_lr(step, args)
+        return schedule(step, *args)
 
-    monkeypatch.setattr(train, "get_lr", kill_at_step_3)
+    monkeypatch.setattr(train, "schedule", kill_at_step_3)
     before = signal.signal(number, signal.SIG_DFL)  # it may be ignored where the tests run
     try:
         assert exit_code(run, "run", "--steps 9") == 128 + number
