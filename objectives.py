@@ -515,11 +515,10 @@ class PPLM(Objective):
         return self.head.psi(scores).float().log_softmax(-1).cpu()
 
     def exchange(self, encoder, tokens):
-        """Tokens (1, L) -> positions (n,) of the inner tokens: some words, as many as training
-        moves tokens, have exchanged theirs."""
+        """Tokens (1, L) -> positions (n,) of the inner tokens, in which two words have exchanged
+        theirs."""
         strings = token_strings(encoder, tokens[0, 1:-1])
-        n_exchanges = max(1, round(self.cfg.pos_rate * len(strings) / 2))
-        return exchange_words(strings, n_exchanges, seeded_generator("cpu", "sample"))
+        return exchange_words(strings, seeded_generator("cpu", "sample"))
 
     def restore(self, encoder, tokens, pos, margin=MARGIN):
         """Tokens (1, L) and positions (n,) of the inner ones -> positions (n,), as best_order

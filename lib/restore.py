@@ -9,20 +9,18 @@ import torch
 PROPOSALS, MARGIN = 12, 0.12
 
 
-def exchange_words(strings, n_exchanges, generator):
-    """n token strings -> positions (n,) from 1 on, in which n_exchanges pairs of different words
-    have exchanged theirs. A word is one token here; if there are fewer than two, any tokens count.
-    """
+def exchange_words(strings, generator):
+    """n token strings -> positions (n,) from 1 on, in which two different words have exchanged
+    theirs. A word is one token here; if there are fewer than two, any tokens count."""
     words = {
         token.lower(): i
         for i, (token, after) in enumerate(zip(strings, [*strings[1:], ""]))
         if token[:1].isspace() and token[1:].isalpha() and not after[:1].isalpha()
     }
     chosen = torch.tensor([*words.values()] if len(words) > 1 else range(len(strings)))
-    chosen = chosen[torch.randperm(len(chosen), generator=generator)]
-    a, b = chosen[: 2 * min(n_exchanges, len(chosen) // 2)].view(2, -1)
+    two = chosen[torch.randperm(len(chosen), generator=generator)[:2]]
     pos = torch.arange(1, len(strings) + 1)
-    pos[a], pos[b] = pos[b], pos[a]
+    pos[two] = pos[two.flip(0)]
     return pos
 
 

@@ -123,14 +123,14 @@ def test_restoring_with_each_objective(name):
 
 
 def test_exchanged_words():
-    """Words of one token exchange their positions with different words, however they are written;
-    with fewer than two words, any two tokens do."""
+    """Two words of one token that differ, however they are written, exchange their positions; with
+    fewer than two words, any two tokens do."""
     strings, exchanged = [" The", " quick", "er", " fox", ",", " the", " 42", " dog"], set()
     for seed in range(50):
-        pos = exchange_words(strings, 1, torch.Generator().manual_seed(seed))
+        pos = exchange_words(strings, torch.Generator().manual_seed(seed))
         exchanged |= {frozenset((pos != torch.arange(1, 9)).nonzero()[:, 0].tolist())}
     assert exchanged == {frozenset(x) for x in itertools.combinations((5, 3, 7), 2)}
-    assert exchange_words(["a", "b"], 3, torch.Generator()).tolist() == [2, 1]
+    assert exchange_words(["a", "b"], torch.Generator()).tolist() == [2, 1]
 
 
 def test_rates_of_restoring(runs, tmp_path, capsys, monkeypatch):
