@@ -539,8 +539,8 @@ class PPLM(Objective):
         strings, pos = token_strings(encoder, tokens[0, 1:-1]), self.exchange(encoder, tokens)
         restored = self.restore(encoder, tokens, pos)
         given, found = ("".join(strings[i] for i in x.argsort()) for x in (pos, restored))
-        true = "".join(strings)
-        return f"{given} -> {found} ({'correct' if found == true else f'true: {true.strip()}'})"
+        verdict = "correct" if found == "".join(strings) else f"true: {''.join(strings).strip()}"
+        return f"{given} -> {'unchanged' if found == given else found} ({verdict})"
 
 
 class PMLM(PPLM):

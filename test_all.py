@@ -1351,7 +1351,8 @@ def test_sample(corpus, monkeypatch):
     original = encoding_of(corpus).decode(tokens[0, 1:-1].tolist())
     assert re.sub(r" ?\[(.+?)\|.+?\]| ", r"\1", text) == original.replace(" ", "")
     given, _, found = order.rpartition(" (")[0].partition(" -> ")
-    assert given != original.strip() and sorted(given) == sorted(found) == sorted(original.strip())
+    assert given != original.strip() and sorted(given) == sorted(original.strip())
+    assert found == "unchanged" or sorted(found) == sorted(given)
 
 
 # ==================================================================================================
