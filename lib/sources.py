@@ -58,7 +58,7 @@ def find_source(dataset, text_column, books_dataset) -> Source:
         return files_source(files, text_column)
     if os.path.isdir(dataset):
         raise UserError(f"--dataset {dataset} is a folder: name its files, '{dataset}/*.jsonl'")
-    if any(file_kind(dataset)) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:.+)?", dataset):
+    if any(file_kind(dataset)) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", dataset):
         raise UserError(
             f"no file with text in it matches {dataset!r}; --dataset takes docs, wikibooks, "
             "'path/*.jsonl', a prepared folder or the name of a hub data set"
