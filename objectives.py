@@ -184,6 +184,7 @@ class Objective(nn.Module):
     rate = None  # the field of ObjectiveConfig that says which share of the tokens it selects
     min_selected = 1  # per sequence
     uses = ablation = None  # "order is", to be followed by "used"; what `ablate` puts there
+    learns_after = None  # the objective from whose model it should start
 
     def __init__(self, encoder: Encoder, cfg):
         super().__init__()
@@ -556,7 +557,10 @@ class PMLM(PPLM):
 
 
 class PPLMSome(PPLM):
-    """PPLM, scored on pairs whose tokens both moved (RPP: "just the permuted positions")."""
+    """PPLM, scored on pairs whose tokens both moved (RPP: "just the permuted positions"). Few pairs
+    are scored, and small models hardly use their tokens, unless they have learned pplm before."""
+
+    learns_after = "pplm"
 
     def scored(self, pairs, i_moved, j_moved):
         return pairs & i_moved & j_moved

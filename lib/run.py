@@ -179,7 +179,14 @@ def print_start(run_info, model, sequences, epochs, reason, lines):
         print("baselines (loss in nats of a predictor that knows only ...):")
     for name, value in run_info["baselines"].items():
         print(f"  {name:16}{value:6.3f}  {KNOWS[name.rpartition('.')[2]]}")
+    for name, objective in model.objectives.items():
+        if objective.learns_after and args["objective"] == name and not args["init_from"]:
+            print(f"{name} alone hardly uses its tokens: try {start_from(objective)}")
     print(*lines, sep="\n")
+
+
+def start_from(objective):
+    return f"--init_from a run of {objective.learns_after}"
 
 
 # What is left out is not used, or hardly, if the loss rises by fewer nats. (With `abs` it rises by
@@ -193,6 +200,8 @@ def remedy(objective, args, pairs):
     differ = [f"--{key} {pairs[key]}" for key in decisive if getattr(args, key) != pairs[key]]
     if objective.kind == "position" and differ:
         return f"--preset pairs: {' '.join(differ)}"
+    if objective.learns_after and not args.init_from:
+        return start_from(objective)
     if args.pe == "none":
         return "another --pe: none has no positions"
     if objective.kind == "position":

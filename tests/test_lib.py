@@ -231,10 +231,13 @@ def test_what_the_summary_says(capsys):
         --preset demo | 6 7 3 3 | not used; --block_size 16 --norm pre --n_head 16 --pos_rate 0.3
         --pe abs | 6 7 1.25 1.5 | 1.250 nats, below copy; 1.500: the tokens are used
         --pe abs | 6 6.19 1.25 1.26 | 6.190: order is hardly used; 1.260: the tokens are hardly us
+        --objective pplm_some | 6 7 3 3.1 | hardly used; try --init_from a run of pplm
+        --objective pplm_some --init_from x | 6 7 3 3.1 | hardly used; try more --steps
         """.strip().splitlines():
         flags, losses, expected = case.split(" | ")
         args = train.parse_args(["--objective", "mlm+pplm", *flags.split()])
         row = dict(zip(names, map(float, losses.split())))
+        row |= {"val_pplm_some": row["val_pplm"], "ablated_pplm_some": row["ablated_pplm"]}
         model = train.build_model(args, 8192, None)
         print_summary(Path("out/run"), row, model, args, train.PRESETS["pairs"], values, 60.0)
         printed = capsys.readouterr().out
