@@ -73,8 +73,8 @@ def position_baselines(L, rate) -> dict:
     """Cross-entropies (nats) for sequences of L tokens without an inner [SEP].
 
     prior is exact; the others are means over random pairs of positions, exact to about 0.003 (0.01
-    at rates that move few tokens, or all). With an inner [SEP], fewer tokens share the same k slots: at
-    L = 64 binary is then 0.012 too high, and copy 0.01 too low.
+    at rates that move few tokens, or all). With an inner [SEP], fewer tokens share the same k
+    slots: at L = 64 binary is then 0.012 too high, and copy 0.01 too low.
     """
     n, rng = L - 2, np.random.default_rng(0)
     k, samples = round(rate * n), min(4000, max(16, 2**26 // L**2))  # a few seconds for any L
