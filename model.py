@@ -550,15 +550,32 @@ def check_component(part):
                 )
 
 
-def check_result(hook, x, shape):
+def call_hook(hook, *args):
+    """hook(*args), where an error of torch, such as dtypes that differ, names the hook."""
+    try:
+        return hook(*args)
+    except RuntimeError as error:
+        error.args = (f"{located(hook)}: {error}",)
+        raise
+
+
+def compute_dtype(x):
+    """The dtype that matrix multiplications use: autocast's if it is enabled, otherwise x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def check_result(hook, x, shape, like=None):
     """Raise an error that names the hook, with file and line, unless x is a number or a tensor
-    (1 or B, *shape) and, with --detect_anomaly, finite."""
+    (1 or B, *shape), has the dtype of `like` and, with --detect_anomaly, is finite."""
     if isinstance(x, (int, float)):
         return
     if not isinstance(x, torch.Tensor) or x.shape[1:] != shape:
         found = tuple(x.shape) if isinstance(x, torch.Tensor) else x
         expected = f"(1 or B, {', '.join(map(str, shape))})"
         raise TypeError(f"{located(hook)} returned {found} instead of a tensor {expected}")
+    if like is not None and compute_dtype(x) != compute_dtype(like):
+        raise TypeError(f"{located(hook)} returned {x.dtype} instead of {like.dtype}")
     if not torch.compiler.is_compiling() and torch.is_anomaly_enabled() and not x.isfinite().all():
         raise FloatingPointError(f"{located(hook)} returned a value that is not finite")
 
@@ -575,13 +592,13 @@ def plus(a, b):
     return a + b
 
 
-def sum_hooks(hooks, shape, *args):
-    """The sum of what the hooks of a scheme's components return: a tensor (1 or B, *shape), or a
-    number, 0 if there are no hooks."""
+def sum_hooks(hooks, shape, *args, like=None):
+    """The sum of what the hooks of a scheme's components return: a tensor (1 or B, *shape) with the
+    dtype of `like`, or a number, 0 if there are no hooks."""
     total = 0
     for hook in hooks:
-        term = hook(*args)
-        check_result(hook, term, shape)
+        term = call_hook(hook, *args)
+        check_result(hook, term, shape, like)
         total = plus(total, term)
     return total
 
@@ -622,22 +639,22 @@ class PositionalScheme(nn.Module):
         q, k (B, H, L, D); layer 0 to n_layer - 1, and n_layer for the pair head; bias: what is
         added in every layer (Encoder.bias_and_mask)."""
         H, L = q.shape[1:3]
-        scores = sum_hooks(self.scorers, (H, L, L), q, k, pos, layer)
+        scores = sum_hooks(self.scorers, (H, L, L), q, k, pos, layer, like=q)
         added = plus(self.scale * scores, bias)
         for edit in self.edits:
-            edited = edit(q, k, pos)
+            edited = call_hook(edit, q, k, pos)
             if not isinstance(edited, tuple):
                 found = type(edited).__name__
                 raise TypeError(f"{located(edit)} returned {found} instead of q, k")
             for x in edited:
-                check_result(edit, x, q.shape[1:])
+                check_result(edit, x, q.shape[1:], q)
             q, k = edited
         return q, k, added
 
     def values(self, A, pos, layer):
         """A (B, H, L, L) -> (B, H, L, D) or 0."""
         H, L = A.shape[1:3]
-        return sum_hooks(self.valuers, (H, L, self.d_model // H), A, pos, layer)
+        return sum_hooks(self.valuers, (H, L, self.d_model // H), A, pos, layer, like=A)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -647,12 +664,6 @@ class PositionalScheme(nn.Module):
 def dot_product_logits(q, k, added, scale):
     """q, k (B, H, L, D), added broadcastable to (B, H, L, L), or 0 -> (B, H, L, L)."""
     return plus((q * scale) @ k.transpose(-1, -2), added)
-
-
-def compute_dtype(x):
-    """The dtype that matrix multiplications use: autocast's if it is enabled, otherwise x's."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Block(nn.Module):

@@ -427,6 +427,26 @@ class WrongShape(Right):
         return super().bias(pos).mean(1)
 
 
+class WrongDtype(Right):
+    def bias(self, pos):
+        return (pos.offsets.abs()[..., None].float() @ self.a[None]).movedim(-1, 1)
+
+
+class WrongDtypeReturned(Right):
+    def scores(self, q, k, pos, layer):
+        return (q @ k.mT).float()
+
+
+class WrongDtypeOfTwo(Right):
+    def edit_qk(self, q, k, pos):
+        return q.float(), k.float()
+
+
+class WrongDtypeOfValues(Right):
+    def values(self, A, pos, layer):
+        return A.float().sum(-1, keepdim=True).expand(-1, -1, -1, 8)
+
+
 class NotFinite(Right):
     def bias(self, pos):
         return torch.log(super().bias(pos))
@@ -460,6 +480,10 @@ class TwoScales(Right):
 MISTAKES = {
     NoReturn: r"NoReturn.bias \(.*test_all.py, line \d+\) returned None .*\(1 or B, 2, 12, 12\)",
     WrongShape: r"WrongShape.bias .* returned \(1, 12, 12\)",
+    WrongDtype: r"WrongDtype.bias \(.*test_all.py, line \d+\): expected .* dtype",
+    WrongDtypeReturned: r"Returned.scores .* returned torch.float32 instead of torch.float64",
+    WrongDtypeOfTwo: r"OfTwo.edit_qk .* returned torch.float32 instead of torch.float64",
+    WrongDtypeOfValues: r"OfValues.values .* returned torch.float32 instead of torch.float64",
     NoPair: r"NoPair.edit_qk .* returned None",
     WrongOfTwo: r"WrongOfTwo.edit_qk .* returned \(6, 2, 12, 1\)",
     NoSuper: r"NoSuper.__init__ \(.*line \d+\) does not call super",
@@ -469,14 +493,18 @@ MISTAKES = {
 
 @pytest.mark.parametrize("component", MISTAKES)
 def test_a_mistake_in_a_component_is_named(component, monkeypatch):
-    """A hook without `return`, a wrong shape, a forgotten super().__init__() and weights that are
-    not registered raise a TypeError that names the method, with its file and line."""
+    """A hook without `return`, a wrong shape or dtype, a forgotten super().__init__() and weights
+    that are not registered raise an error that names the method, with its file and line. Autocast
+    accepts any dtype."""
     monkeypatch.setitem(SCHEMES, "mine", [Right])
     tiny("mine")(sequences())
     tiny("mine+abs")(sequences())
     monkeypatch.setitem(SCHEMES, "mine", [component])
-    with pytest.raises(TypeError, match=MISTAKES[component]):
+    with pytest.raises((TypeError, RuntimeError), match=MISTAKES[component]):
         tiny("mine")(sequences())
+    if component.__name__.startswith("WrongDtype"):
+        with torch.autocast("cpu", torch.bfloat16):
+            tiny("mine").float()(sequences())
     monkeypatch.setitem(SCHEMES, "mine", [NotFinite])
     tiny("mine")(sequences())
     with torch.autograd.set_detect_anomaly(True):
