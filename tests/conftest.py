@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shlex
 from pathlib import Path
 
@@ -22,6 +23,13 @@ TINY = shlex.split(
     "--n_layer 1 --n_head 2 --d_model 16 --d_ff 32 --block_size 16 --batch_size 4 --warmup 2 "
     "--log_every 3 --tokenizer bpe --device cpu"
 )
+
+
+def documented(pe):
+    """Whether the reference or the field guide lists a scheme. A student's own need not be."""
+    pages = "docs/reference.md", "docs/encodings.md"
+    rows = "\n".join(re.findall(r"^\|.*", "\n".join((ROOT / x).read_text() for x in pages), re.M))
+    return f"`{pe}`" in rows
 
 
 def write_corpus(path, n_docs=60):
