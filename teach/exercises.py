@@ -28,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lib.config import Parser, UserError, leave, one_line_errors
@@ -42,7 +43,7 @@ TIMEOUT = 300  # seconds for the tests of one exercise
 class Exercise(NamedTuple):
     minutes: int  # that a student needs
     file: str
-    methods: list  # the methods to write
+    methods: dict  # the methods to write, with the axes of what they return
     source: str  # of the equation
     task: str  # task and hint become the comment in the stub
     hint: str
@@ -54,7 +55,7 @@ EXERCISES = {
     "attention": Exercise(
         20,
         "model.py",
-        ["Block.attend"],
+        {"Block.attend": "sequence token component"},
         "Vaswani 2017 eq 1",
         task="x (B, L, C) -> (B, L, C). self.normed_heads(x) gives q, k, v (B, H, L, D). "
         "scheme.terms(q, k, pos, self.layer, bias) gives q, k and what is added to scheme.scale "
@@ -69,7 +70,7 @@ EXERCISES = {
     "tupe": Exercise(
         25,
         "model.py",
-        ["Tupe.bias"],
+        {"Tupe.bias": "sequence head query key"},
         "TUPE eq 10, 11",
         task="-> (1 or B, H, L, L). self.positions(pos) gives p U_Q and p U_K, see "
         "UntiedPositions; self.scale is 1 / sqrt(2D). Add the bias of self.relative_bias if there "
@@ -86,7 +87,7 @@ EXERCISES = {
     "reset": Exercise(
         10,
         "model.py",
-        ["reset_cls"],
+        {"reset_cls": "sequence head query key"},
         "TUPE eq 9",
         task="-> (B, H, L, L), a new tensor. [CLS] is token 0. Cell (0, 0) counts as part of row "
         "0.",
@@ -99,13 +100,16 @@ EXERCISES = {
     "rotary": Exercise(
         20,
         "model.py",
-        ["Rotary.rotation", "Rotary.rotate"],
+        {
+            "Rotary.rotation": "sequence head token angle",
+            "Rotary.rotate": "sequence head token component",
+        },
         "Su 2021 eq 34",
         task="pos.ids (1 or B, L) holds the positions. Components 2n and 2n+1 of a query are a "
         "point in a plane, rotated by the angle w_n * position / scale. rotation -> the cosines "
         "and sines of all angles, (1 or B, 1, L, width/2) each, in dtype. frequencies(width, x, "
-        "base) gives w (width/2,), in the dtype of x but not in 16 bits. rotate: x (B, H, L, D) "
-        "-> the same shape.",
+        "base) gives w (width/2,), in the dtype of x but not in 16 bits. rotate: x (B, H, L, D); "
+        "cos and sin (1 or B, 1, L, D/2) from rotation -> (B, H, L, D).",
         hint="x[..., 0::2] and x[..., 1::2] are the two coordinates of all points.",
         second_hint="(a, b) becomes (a cos - b sin, a sin + b cos); torch.stack(..., dim=-1) and "
         "flatten(-2) interleave the two again. The angles pos.ids[..., None] * w are (1 or B, L, "
@@ -115,7 +119,10 @@ EXERCISES = {
     "relative": Exercise(
         25,
         "model.py",
-        ["offset_scores", "offset_values"],
+        {
+            "offset_scores": "sequence head query key",
+            "offset_values": "sequence head query component",
+        },
         "Shaw 2018 eq 3, 4",
         task="a is (R, D), one row per offset. offset_scores: q_i . a_r -> (B, H, L, L), without "
         "a scale; for deberta, a is (H, R, D). offset_values: sum_j A_ij a_r -> (B, H, L, D). "
@@ -131,7 +138,7 @@ EXERCISES = {
     "mlm": Exercise(
         20,
         "objectives.py",
-        ["MLM.corrupt"],
+        {"MLM.corrupt": ""},
         "BERT sec 3.1",
         task="write BERT's masking. Select the share self.cfg.mask_rate of the eligible tokens: "
         "single tokens, or whole words if self.cfg.whole_word. Of the selected ones, 80% become "
@@ -150,7 +157,7 @@ EXERCISES = {
     "pplm": Exercise(
         15,
         "objectives.py",
-        ["PPLM.corrupt", "PPLM.assign"],
+        {"PPLM.corrupt": "", "PPLM.assign": ""},
         "RPP sec 3.1",
         task="corrupt: select(eligible, rate, generator) gives slots and valid (B, k); "
         "batch['pos'] is (B, L), the true positions except at the slots. assign: the valid slots "
@@ -166,7 +173,7 @@ EXERCISES = {
     "pair_loss": Exercise(
         25,
         "objectives.py",
-        ["PPLM.loss"],
+        {"PPLM.loss": ""},
         "RPP sec 3.1",
         task="write the loss of position prediction: the mean cross-entropy of the true offset "
         "over all scored pairs. A pair is an ordered pair of different eligible tokens i and j; "
@@ -176,8 +183,9 @@ EXERCISES = {
         "the index in the sequence, the assigned one is in batch['pos']. Return the loss, and "
         "{'accuracy': the share of correctly predicted pairs} in evaluation, {} in training.",
         hint="self.head.scores(encoder, batch['states'], batch['pos']) gives the attention "
-        "logits s (B, n, n, H) of all pairs. Make a label and a weight (B, n, n), 1 for scored "
-        "pairs and otherwise 0, and flatten all three to N = B n n pairs for self.sums.",
+        "logits s (B, n, n, H) of all pairs; hidden is not needed. Make a label and a weight (B, "
+        "n, n), 1 for scored pairs and otherwise 0, and flatten all three to N = B n n pairs for "
+        "self.sums.",
         second_hint="with index = 1, ..., n, the true offsets are index - index[:, None], and a "
         "token has moved where batch['pos'][:, 1:-1] != index. label.expand_as(pairs) gives every "
         "sequence its labels. Divide both sums by the number of scored pairs (at least 1). The "
@@ -187,7 +195,7 @@ EXERCISES = {
     "contrastive": Exercise(
         20,
         "objectives.py",
-        ["TC.loss"],
+        {"TC.loss": ""},
         "TACO eq 6 to 8",
         task="hidden (B, L, C) -> loss (), and {'accuracy': share of anchors that prefer the "
         "positive}, or {} in training. g = hidden - self.embedding(encoder, batch). "
@@ -203,7 +211,7 @@ EXERCISES = {
     "copy": Exercise(
         40,
         "lib/baselines.py",
-        ["copy_weights"],
+        {"copy_weights": "i j"},
         "RPP sec 3.1, by counting",
         task="k of n positions are selected and permuted among themselves. Cell (i, j): the "
         "probability that the true positions of two tokens are i and j, if they are assigned a "
@@ -220,7 +228,7 @@ EXERCISES = {
     "batches": Exercise(
         15,
         "data.py",
-        ["Batches.__call__"],
+        {"Batches.__call__": "sequence token"},
         "the docstring of Batches",
         task="self.kept holds the indices of the sequences, self.n is their number. The order in "
         "epoch e is np.random.default_rng((self.seed, e)).permutation(self.kept). A batch may "
@@ -323,14 +331,79 @@ def check(name, original):
     exercise = EXERCISES[name]
     watch = Watch()
     try:
-        for method in exercise.methods:
-            watch.compare(exercise.file, method, Path(original))
+        for method, axes in exercise.methods.items():
+            watch.compare(exercise.file, method, axes, Path(original))
         flags = ["-p", "no:cacheprovider", "-m", "", "--tb=short", "-k", exercise.tests]
         pytest.main([*flags, "test_all.py"], plugins=[watch])
     except Exception:  # importing the student's file
         watch.message = traceback.format_exc(limit=-1)
     result = {"passed": sum(watch.outcomes), "total": len(watch.outcomes)}
     Path("result.json").write_text(json.dumps(result | {"message": watch.message}))
+
+
+def describe_error(error, file):
+    """-> the lines of the student's file that led to an error in it, and the error."""
+    if isinstance(error, NotImplementedError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{file}:{f.lineno}: {f.line}" for f in frames if f.filename == os.path.abspath(file)]
+    return "\n".join([*lines, f"{type(error).__name__}: {error}"])
+
+
+def difference(name, result, expected, axes, args):
+    """-> where a student's result differs from the original's, and the cause if it can be
+    recognized; "" if they are equal. axes: names of the axes; args: the arguments of both."""
+    if isinstance(result, tuple) and isinstance(expected, tuple) and len(result) == len(expected):
+        found = [
+            difference(f"{name}, result {n}", *pair, axes, args)
+            for n, pair in enumerate(zip(result, expected))
+        ]
+        return next(filter(None, found), "")
+    tolerance = dict(rtol=1e-4, atol=1e-6, equal_nan=True)
+    try:
+        torch.testing.assert_close(result, expected, **tolerance, check_dtype=False)
+        return ""
+    except (AssertionError, TypeError, ValueError) as error:
+        intro = f"{name} does not return what the original returns."
+        if type(result) is not type(expected):
+            types = (type(x).__name__ for x in (result, expected))
+            return "{} Its result is a {}, the original's a {}.".format(intro, *types)
+        if not isinstance(result, (torch.Tensor, np.ndarray)):
+            return f"{intro} {error}"
+    a, b = torch.as_tensor(result).double(), torch.as_tensor(expected).double()
+    names, lines = axes.split() or [f"axis {d}" for d in range(b.dim())], [intro]
+    if a.shape != b.shape:
+        shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, b.shape))
+        lines.append(f"Its shape is {tuple(a.shape)}, the original's {tuple(b.shape)}: {shape}.")
+        try:  # a result for one sequence may stand for B
+            a, b = torch.broadcast_tensors(a, b)
+        except RuntimeError:
+            return "\n".join(lines)
+    wrong = ~torch.isclose(a, b, **tolerance)
+    if wrong.any():
+        first = tuple(wrong.nonzero()[0].tolist())
+        where = "".join(f", {axis} {n}" for axis, n in zip(names, first))
+        lines.append(f"{wrong.sum()} of {wrong.numel()} numbers differ. The first one{where}:")
+        lines.append(f"{a[first]:.4g} instead of {b[first]:.4g}.")
+    moved = [(x.ids != torch.arange(x.ids.size(1))).any(1) for x in args if hasattr(x, "ids")]
+    for d, axis in enumerate(names):
+        differs = wrong.movedim(d, 0).reshape(wrong.size(d), -1).any(1)
+        agree, differ = (
+            ", ".join(map(str, x.nonzero()[:, 0].tolist())) for x in (~differs, differs)
+        )
+        cause = ""
+        if axis == "sequence" and moved and torch.equal(differs, moved[0]):
+            cause = " (permuted positions)"
+        elif axis in ("token", "query", "key") and differ == "0":
+            cause = " ([CLS])"
+        if agree and differ:
+            lines.append(f"{axis}: {differ} wrong{cause}, {agree} right")
+    factor = (a * b).sum() / a.square().sum()
+    if wrong.any() and wrong.dim() and torch.allclose(factor * a, b, 1e-4, 1e-6):
+        lines.append(f"All numbers are right if multiplied by {factor:.4g}.")
+    if a.dim() > 1 and a.mT.shape == b.shape and torch.allclose(a.mT, b, 1e-4, 1e-6):
+        lines.append(f"The axes {names[-2]} and {names[-1]} are exchanged.")
+    return "\n".join(lines)
 
 
 class Watch:
@@ -355,7 +428,7 @@ class Watch:
         if report.failed:
             self.message = report.longreprtext
 
-    def compare(self, file, name, original):
+    def compare(self, file, name, axes, original):
         """Make the student's function also call the original on the same input."""
         module = file.removesuffix(".py").replace("/", ".")
         owner = importlib.import_module(module)
@@ -369,18 +442,17 @@ class Watch:
         @functools.wraps(student)
         def both(*args):
             __tracebackhide__ = True
-            if self.difference or any(isinstance(arg, torch.Generator) for arg in args):
-                return student(*args)  # random numbers may be drawn in another order
             inputs = [copy.copy(arg) for arg in args]
-            result = student(*args)
             try:
+                result = student(*args)
+            except Exception as error:
+                self.difference = self.difference or describe_error(error, file)
+                raise
+            # Random numbers may be drawn in another order.
+            if not self.difference and not any(isinstance(arg, torch.Generator) for arg in args):
                 with torch.no_grad():
                     expected = reference(*inputs)
-                torch.testing.assert_close(
-                    result, expected, rtol=1e-4, atol=1e-6, equal_nan=True, check_dtype=False
-                )
-            except (AssertionError, TypeError, ValueError) as error:
-                self.difference = f"{name} does not return what the original returns. {error}"
+                self.difference = difference(name, result, expected, axes, args)
             return result
 
         setattr(owner, method, staticmethod(both) if is_static else both)

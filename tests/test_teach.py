@@ -4,8 +4,11 @@ import ast
 import re
 import shutil
 
+import numpy as np
 import pytest
+import torch
 
+from model import Positions
 from teach import exercises, naive
 from teach.exercises import EXERCISES
 from test_all import CLS, close, corrupted
@@ -53,17 +56,63 @@ def test_solution_passes_and_stub_fails(name, tmp_path, capsys):
     assert passed == total != "0"
 
 
+def test_stubs_name_their_arguments():
+    """Docstring and task of a method to write mention all of its arguments."""
+    for exercise in EXERCISES.values():
+        source = (ROOT / exercise.file).read_text()
+        for method in exercise.methods:
+            node = exercises.find_function(source, method)
+            text = f"{ast.get_docstring(node)} {exercise.task} {exercise.hint}"
+            for arg in node.args.args:
+                named = arg.arg == "self" or re.search(rf"\b{arg.arg}\b", text)
+                assert named, f"{method}: {arg.arg}"
+
+
+def test_difference_names_axes_and_causes():
+    """A wrong result is described by the names of its axes; a factor, a transpose, a wrong shape,
+    [CLS] and positions that were not used are recognized."""
+    right, axes = torch.randn(3, 2, 5, 5), EXERCISES["tupe"].methods["Tupe.bias"]
+    pos = Positions(torch.tensor([[0, 1, 2, 3, 4], [0, 4, 2, 1, 3], [0, 2, 1, 3, 4]]))
+
+    def describe(result, expected=right, axes=axes):
+        return exercises.difference("f", result, expected, axes, [pos])
+
+    assert describe(right.clone()) == "" == describe((right, {}), (right, {}))
+    wrong = right.clone()
+    wrong[:, 1, 1:, 0] += 1
+    for line in ("12 of 150", "sequence 0, head 1, query 1, key 0", "key: 0 wrong ([CLS]), 1, 2"):
+        assert line in describe(wrong)
+    shared = describe(right[:1])
+    assert "sequence: 1, 2 wrong (permuted positions), 0 right" in shared
+    assert (
+        "shape is (1, 2, 5, 5), the original's (3, 2, 5, 5): sequence 3, head 2, query 5" in shared
+    )
+    assert "multiplied by -0.5" in describe(-2 * right)
+    assert "query and key are exchanged" in describe(right.mT)
+    assert "shape is (3, 2, 4)" in describe(right[..., 0, :4])
+    assert "a NoneType, the original's a Tensor" in describe(None)
+    assert "f, result 1 does" in describe((right, wrong), (right, right))
+    assert "axis 0: 1 wrong, 0, 2" in describe(np.array([0, 1, 2]), np.array([0, 3, 2]), "")
+    assert "2 instead of 1" in describe(torch.tensor(2.0), torch.tensor(1.0), "")
+
+
 @pytest.mark.slow
 def test_grade_shows_the_first_error(tmp_path, capsys):
     """A wrong method is compared with the original; one that fails is shown with its error."""
     exercises.make_copy("reset", tmp_path / "copy")
     source, old = (ROOT / "model.py").read_text(), "v[..., 0, :] = theta_1"
     assert old in source
-    wrong = {"pass": "reset_cls does not return", f"{old} +": "SyntaxError"}
+    wrong = {
+        "pass": "reset_cls does not return",
+        f"{old} +": "SyntaxError",
+        "v.fill(0)": ": v.fill(0)  # including (0, 0)\nAttributeError: 'Tensor'",
+        'raise NotImplementedError("not yet")': "[tupe_a-post]\nnot yet\n",
+    }
     for new, message in wrong.items():
         (tmp_path / "copy" / "model.py").write_text(source.replace(old, new))
         assert exit_code(exercises.main, ["--grade", str(tmp_path / "copy")]) == 1
-        assert message in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert message in printed and "site-packages" not in printed
 
 
 @pytest.mark.parametrize(
