@@ -205,7 +205,7 @@ def remedy(objective, args, pairs):
     if args.pe == "none":
         return "another --pe: none has no positions"
     if objective.kind == "position":
-        return "more --steps, or another --seed"
+        return "more --steps, or " + ("another --seed" if args.pe == "tupe_r" else "--pe tupe_r")
     return "more --steps, or a scheme that uses order sooner, such as --pe rope"
 
 

@@ -130,7 +130,7 @@ def test_hooks_may_return_numbers_and_layers_may_be_tensors(monkeypatch):
     pad = torch.arange(12).expand(6, 12) > 8
     close(mine(tokens, pad=pad), rel_k(tokens, pad=pad))
     close(mine(tokens), rel_k(tokens))
-    q, pos = torch.randn(1, 2, 12, 8), torch.arange(12)
+    q, pos = torch.randn(1, 2, 12, 8, dtype=torch.double), torch.arange(12)
     close(mine.logits(q, q, pos, 0), rel_k.logits(q, q, pos, 0) + 3)
     net, _, batch = corrupted("pplm", "mine", n_layer=2)
     net(batch)
