@@ -551,11 +551,12 @@ def check_component(part):
 
 
 def call_hook(hook, *args):
-    """hook(*args), where an error of torch, such as dtypes that differ, names the hook."""
+    """hook(*args), where an error of torch, such as dtypes that differ, names the hook at its end
+    (lib/config.py knows some errors by how they begin)."""
     try:
         return hook(*args)
     except RuntimeError as error:
-        error.args = (f"{located(hook)}: {error}",)
+        error.args = (f"{error}, in {located(hook)}",)
         raise
 
 

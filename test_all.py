@@ -490,7 +490,7 @@ class TwoScales(Right):
 MISTAKES = {
     NoReturn: r"NoReturn.bias \(.*test_all.py, line \d+\) returned None .*\(1 or B, 2, 12, 12\)",
     WrongShape: r"WrongShape.bias .* returned \(1, 12, 12\)",
-    WrongDtype: r"WrongDtype.bias \(.*test_all.py, line \d+\): expected .* dtype",
+    WrongDtype: r"^expected .* dtype.*, in WrongDtype.bias \(.*test_all.py, line \d+\)",
     WrongDtypeReturned: r"Returned.scores .* returned torch.float32 instead of torch.float64",
     WrongDtypeOfTwo: r"OfTwo.edit_qk .* returned torch.float32 instead of torch.float64",
     WrongDtypeOfValues: r"OfValues.values .* returned torch.float32 instead of torch.float64",
