@@ -30,6 +30,16 @@ def test_naive_losses_equal_the_model():
     close(model(batch)[0], loss, 1e-6)
 
 
+def test_requirements_are_those_of_the_results():
+    """The class installs the versions with which the results were measured."""
+    measured, pinned = (
+        dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE))
+        for file in ("results/environment.txt", "teach/requirements.txt")
+    )
+    assert {"torch", "numpy", "pandas", "datasets", "tiktoken"} <= pinned.keys()
+    assert pinned.items() <= measured.items()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXERCISES)
 def test_solution_passes_and_stub_fails(name, tmp_path, capsys):
