@@ -228,7 +228,7 @@ EXERCISES = {
     "batches": Exercise(
         15,
         "data.py",
-        {"Batches.__call__": "sequence token"},
+        {"Batches.__call__": "sequence"},
         "the docstring of Batches",
         task="self.kept holds the indices of the sequences, self.n is their number. The order in "
         "epoch e is np.random.default_rng((self.seed, e)).permutation(self.kept). A batch may "
@@ -371,20 +371,22 @@ def difference(name, result, expected, axes, args):
         if not isinstance(result, (torch.Tensor, np.ndarray)):
             return f"{intro} {error}"
     a, b = torch.as_tensor(result).double(), torch.as_tensor(expected).double()
-    names, lines = axes.split() or [f"axis {d}" for d in range(b.dim())], [intro]
+    names, lines = axes.split(), [intro]
+    if len(names) != b.dim():
+        names = [f"axis {d}" for d in range(b.dim())]
     if a.shape != b.shape:
         shape = ", ".join(f"{axis} {n}" for axis, n in zip(names, b.shape))
         lines.append(f"Its shape is {tuple(a.shape)}, the original's {tuple(b.shape)}: {shape}.")
-        try:  # a result for one sequence may stand for B
-            a, b = torch.broadcast_tensors(a, b)
-        except RuntimeError:
+        if not b.dim() or a.shape != (1, *b.shape[1:]):
             return "\n".join(lines)
+        a = a.expand_as(b)  # a result for one sequence may be right for some of them
     wrong = ~torch.isclose(a, b, **tolerance)
     if wrong.any():
         first = tuple(wrong.nonzero()[0].tolist())
-        where = "".join(f", {axis} {n}" for axis, n in zip(names, first))
-        lines.append(f"{wrong.sum()} of {wrong.numel()} numbers differ. The first one{where}:")
-        lines.append(f"{a[first]:.4g} instead of {b[first]:.4g}.")
+        where = ", ".join(f"{axis} {n}" for axis, n in zip(names, first))
+        values = f"{a[first]:.4g} instead of {b[first]:.4g}"
+        count = f"{wrong.sum()} of {wrong.numel()} numbers differ. "
+        lines.append(f"{count}At {where}: {values}." if first else f"It is {values}.")
     moved = [(x.ids != torch.arange(x.ids.size(1))).any(1) for x in args if hasattr(x, "ids")]
     for d, axis in enumerate(names):
         differs = wrong.movedim(d, 0).reshape(wrong.size(d), -1).any(1)
@@ -393,7 +395,7 @@ def difference(name, result, expected, axes, args):
         )
         cause = ""
         if axis == "sequence" and moved and torch.equal(differs, moved[0]):
-            cause = " (permuted positions)"
+            cause = " (whose positions are not 0, 1, 2, ...)"
         elif axis in ("token", "query", "key") and differ == "0":
             cause = " ([CLS])"
         if agree and differ:

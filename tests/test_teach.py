@@ -93,7 +93,7 @@ def test_difference_names_axes_and_causes():
     for line in ("12 of 150", "sequence 0, head 1, query 1, key 0", "key: 0 wrong ([CLS]), 1, 2"):
         assert line in describe(wrong)
     shared = describe(right[:1])
-    assert "sequence: 1, 2 wrong (permuted positions), 0 right" in shared
+    assert "sequence: 1, 2 wrong (whose positions are not 0, 1, 2, ...), 0 right" in shared
     assert (
         "shape is (1, 2, 5, 5), the original's (3, 2, 5, 5): sequence 3, head 2, query 5" in shared
     )
@@ -102,8 +102,12 @@ def test_difference_names_axes_and_causes():
     assert "shape is (3, 2, 4)" in describe(right[..., 0, :4])
     assert "a NoneType, the original's a Tensor" in describe(None)
     assert "f, result 1 does" in describe((right, wrong), (right, right))
-    assert "axis 0: 1 wrong, 0, 2" in describe(np.array([0, 1, 2]), np.array([0, 3, 2]), "")
-    assert "2 instead of 1" in describe(torch.tensor(2.0), torch.tensor(1.0), "")
+    assert "axis 0: 1 wrong, 0, 2" in describe(np.array([0, 1, 2]), np.array([0, 3, 2]))
+    assert "shape is (1, 3, 2, 5, 5)" in describe(right[None])
+    assert "shape is ()" in describe(right[0, 0, 0, 0])
+    assert "It is 2 instead of 1." in describe(torch.tensor(2.0), torch.tensor(1.0), "")
+    assert "shape is (1,)" in describe(torch.ones(1), torch.tensor(1.0), "")
+    assert "shape is ()" in describe(torch.tensor(1.0), torch.ones(1), "")
 
 
 @pytest.mark.slow
