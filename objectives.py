@@ -557,8 +557,8 @@ class PMLM(PPLM):
 
 
 class PPLMSome(PPLM):
-    """PPLM, scored on pairs whose tokens both moved (RPP: "just the permuted positions"). Few pairs
-    are scored, and small models hardly use their tokens, unless they have learned pplm before."""
+    """PPLM, scored on pairs whose tokens both moved (RPP: "just the permuted positions"). These are
+    few, and small models hardly use their tokens, unless they have learned pplm before."""
 
     learns_after = "pplm"
 
@@ -568,9 +568,10 @@ class PPLMSome(PPLM):
 
 class PPLMBinary(PPLM):
     """Predict whether the assigned offset of a pair is its true one. (Deviation: RPP says "for each
-    position", not pair.)"""
+    position", not pair.) A small model may not use its tokens, unless it has learned pplm before.
+    """
 
-    n_classes = 2
+    n_classes, learns_after = 2, "pplm"
 
     def label(self, true_offset, assigned_offset):
         return (true_offset == assigned_offset).long()

@@ -181,7 +181,7 @@ def print_start(run_info, model, sequences, epochs, reason, lines):
         print(f"  {name:16}{value:6.3f}  {KNOWS[name.rpartition('.')[2]]}")
     for name, objective in model.objectives.items():
         if objective.learns_after and args["objective"] == name and not args["init_from"]:
-            print(f"{name} alone hardly uses its tokens: try {start_from(objective)}")
+            print(f"{name} alone may not use its tokens: try {start_from(objective)}")
     print(*lines, sep="\n")
 
 
