@@ -117,8 +117,8 @@ def test_an_imported_run_is_a_run(roberta, corpus_file, tmp_path, capsys):
     model = finetune.new_classifier(start, "", "cola", 9)
     assert torch.equal(model.encoder.tok.weight, start["model"]["encoder.tok.weight"])
     flags = "--n_layer 2 --n_head 3 --d_model 24 --d_ff 48 --block_size 9 --tokenizer gpt2 --pe t5"
-    flags = *shlex.split(flags), "--objective", "pplm", "--steps", 2, "--init_from", roberta.run
-    run_train(corpus_file, str(tmp_path), tmp_path / "more", *flags)
+    flags = *shlex.split(flags), "--objective", "pplm", "--norm", "post", "--steps", 2
+    run_train(corpus_file, str(tmp_path), tmp_path / "more", *flags, "--init_from", roberta.run)
     assert "27 tensors loaded" in capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def export(run, tmp_path):
     on a task, to tmp_path / "theirs" -> the model."""
 
     def export(flags, task=None):
-        shape = "--steps 1 --n_layer 2 --n_head 4 --d_model 32 --block_size 128"
+        shape = "--preset demo --steps 1 --n_layer 2 --n_head 4 --d_model 32 --block_size 128"
         folder = run("run", f"{shape} {flags}")
         checkpoint = weights(folder)
         checkpoint["config"]["norm_eps"] = 1e-3
