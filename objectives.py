@@ -261,8 +261,8 @@ def shuffled_positions(eligible, generator):
 
 
 def random_tokens(tokens, cls_id, generator):
-    """tokens (B, L) -> the same with ordinary tokens of the batch, drawn with replacement, in the
-    place of all ordinary ones."""
+    """tokens (B, L) -> the same, with every ordinary token replaced by one of the batch's ordinary
+    tokens, drawn with replacement."""
     ordinary = tokens < cls_id
     pool = tokens[ordinary]
     draw = torch.randint(len(pool), tokens.shape, generator=generator, device=tokens.device)
@@ -270,7 +270,7 @@ def random_tokens(tokens, cls_id, generator):
 
 
 def token_strings(encoder, ids):
-    """A tensor of n ids -> n strings, in which characters of several tokens are replaced."""
+    """A tensor of n ids -> n strings. (Part of a character becomes a replacement character.)"""
     return [encoder.tokenizer.decode([i]) for i in ids.tolist()]
 
 

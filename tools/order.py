@@ -70,14 +70,14 @@ def nearest_marker(x, V):
 
 def after_marker(x, V):
     """The token after the marker."""
-    place = (x == V).long().argmax(1, keepdim=True)
-    return x.gather(1, (place + 1).clamp(max=x.size(1) - 1)).expand_as(x)
+    marker = (x == V).long().argmax(1, keepdim=True)  # (B, 1): its index
+    return x.gather(1, (marker + 1).clamp(max=x.size(1) - 1)).expand_as(x)
 
 
 def which_first(x, V):
     """Is the second marker before the first one?"""
-    places = [(x == marker).long().argmax(1, keepdim=True) for marker in (V, V + 1)]
-    return (places[1] < places[0]).long().expand_as(x)
+    first, second = ((x == marker).long().argmax(1, keepdim=True) for marker in (V, V + 1))
+    return (second < first).long().expand_as(x)
 
 
 def seen_before(x, V):
@@ -99,8 +99,8 @@ def place_markers(n_markers):
     """Each marker stands once, but not at the end."""
 
     def mark(x, V, generator):
-        places = torch.rand(len(x), x.size(1) - 1, generator=generator).argsort(1)[:, :n_markers]
-        return x.scatter(1, places, torch.arange(V, V + n_markers).expand_as(places))
+        index = torch.rand(len(x), x.size(1) - 1, generator=generator).argsort(1)[:, :n_markers]
+        return x.scatter(1, index, torch.arange(V, V + n_markers).expand_as(index))
 
     return mark
 
