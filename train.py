@@ -1,7 +1,7 @@
 """Pre-train a text encoder with any positional scheme (--pe) and any objective (--objective).
 
     python train.py --pe tupe_r                                         # minutes on a CPU
-    python train.py --pe tupe_r --objective pplm                        # minutes, too: predict offsets
+    python train.py --pe tupe_r --objective pplm                        # predicts offsets: minutes
     python train.py --pe tupe_r --objective mlm+pplm --preset rpp       # RPP's size, for a GPU
     torchrun --nproc_per_node 4 train.py --pe tupe_r --preset tupe      # several GPUs
 
