@@ -1,4 +1,4 @@
-"""Exchange words of a sentence, and restore them with a model that predicts offsets."""
+"""Exchange two words of a sentence, and restore them with a model that predicts offsets."""
 
 import itertools
 

@@ -226,6 +226,7 @@ def test_what_the_summary_says(capsys):
         --pe abs | 6 7 2 3 | 6.000 nats, below unigram 6.800; 7.000: order is used
         --pe abs | 6.9 6.9 2 3 | 6.900 nats, above unigram 6.800; try more --steps, or
         --pe none | 6 6 2 3 | order is not used; try another --pe
+        --pe rope | 6 6 2 3 | order is not used; try more --steps@
         --pe abs | 6 7 4.268 4.268 | 4.268 nats, below prior 4.444, above copy 4.199; --pe tupe_r
         --norm post | 6 7 4.5 4.5 | 4.500 nats, above prior; not used; --preset pairs: --norm pre
         --preset demo | 6 7 3 3 | not used; --block_size 16 --norm pre --n_head 16 --pos_rate 0.3
@@ -241,4 +242,4 @@ def test_what_the_summary_says(capsys):
         model = train.build_model(args, 8192, None)
         print_summary(Path("out/run"), row, model, args, train.PRESETS["pairs"], values, 60.0)
         printed = capsys.readouterr().out
-        assert all(part in printed for part in expected.split("; ")), printed
+        assert all(part in printed for part in expected.replace("@", "\n").split("; ")), printed

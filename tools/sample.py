@@ -9,7 +9,7 @@ The output depends on what the model was trained for:
 
 objective                text                         output
 mlm                      a text with [MASK]           the five most likely tokens
-pplm and its variants    a sentence                   some of its words exchanged, then restored
+pplm and its variants    a sentence                   two of its words exchanged, then restored
                                                       from the offsets that the model predicts
 clm                      the beginning of a text      its continuation
 nsp                      'one part ||| another'       probability that the second follows
@@ -34,7 +34,7 @@ from objectives import token_strings
 NEXT_TOKENS = 20  # tokens that clm generates
 TEXTS = {
     "mlm": "a text with [MASK]",
-    "position": "a sentence, whose words are exchanged",
+    "position": "a sentence, of which two words are exchanged",
     "clm": "the beginning of a text",
     "nsp": "'one part ||| another'",
 }
@@ -100,7 +100,7 @@ def continue_text(encoder, clm, text):
 
 
 def restore(model, text):
-    """Exchange words of a sentence and restore them from the predicted offsets -> its n token
+    """Exchange two words of a sentence and restore them from the predicted offsets -> its n token
     strings, and two permutations (n,): their order as exchanged, and as restored. Without a space
     before it, the first token would be recognizable."""
     encoder, position = model.encoder, position_objective(model)
