@@ -38,6 +38,8 @@ import train
 from lib.config import Parser, RunFailure, UserError, leave, one_line_errors
 from lib.device import processor_name
 from lib.files import append_jsonl, make_folder, read_json, read_jsonl, write_json
+from model import SCHEMES
+from results import order
 from results.figures import draw
 from results.show import PLATEAU, first_below, join_seeds, leaves_plateau, show, without_seed
 from tools.output import print_table
@@ -47,6 +49,7 @@ HERE = Path(__file__).parent
 ROWS = HERE / "runs.jsonl"
 OUT = Path("out/results")
 SEEDS = (1337, 1, 2, 3, 4)
+ALIASES = {"bert_a", "bert_r"}  # of abs and abs+t5
 WEB = set("schemes ranking recipe lengths taco objectives glue lab".split())  # trained on $TEXT
 PAPERS = {"rpp-table-1", "tupe-figure-4", "taco-table-1", "wang-table-3"}
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
@@ -295,7 +298,7 @@ def main(argv=None):
     with one_line_errors():
         args, more = parser.parse_known_args(argv)
         more = "".join(f" {shlex.quote(flag)}" for flag in more)
-        asked, wanted, known = {*args.names}, [], {"first"}
+        asked, wanted, known = {*args.names}, [], {"first", "order"}
         for table, runs in TABLES.items():
             for name in runs:
                 if asked & (called := {table, name, without_seed(name)}):
@@ -319,6 +322,8 @@ def main(argv=None):
                 print(f"failed: {error}")
         if "first" in asked:
             run_first(more)
+        if "order" in asked and not args.draw:
+            order.run([pe for pe in SCHEMES if pe not in ALIASES])
         rows = all_rows()
         for table, runs in TABLES.items():
             if not asked or table in {table for table, _ in wanted}:

@@ -132,28 +132,36 @@ def draw_batch(task, B, n, V, generator):
 
 
 def measure(pe, task, seed, args):
-    """Train an encoder with a scheme on a task -> its accuracy on sequences of 1, 2 and 4 times the
-    length."""
+    """Train an encoder with a scheme on a task -> its accuracies on sequences of 1, 2 and 4 times
+    the length, and [[step, accuracy on that step's batch], ...] every 20 steps. (No sequence is
+    trained on twice, so this is the accuracy on new ones.)"""
     torch.manual_seed(seed)
     V, generator = args.vocab, seeded_generator("cpu", "order", task, seed)
     shape = dict(n_layer=args.layers, n_head=4, d_model=64, d_ff=256, max_len=4 * args.length)
     cfg = EncoderConfig(V + 2 + N_SPECIALS, pe, **shape, dropout=0.0, attn_dropout=0.0)
     encoder, head = Encoder(cfg), nn.Linear(cfg.d_model, V + 2)
     parameters = [*encoder.parameters(), *head.parameters()]
-    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-6)
+    optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
     def logits(x):  # (B, n) -> (B, n, V + 2)
         tokens = F.pad(F.pad(x, (1, 0), value=cfg.cls_id), (0, 1), value=cfg.sep_id)
         return head(encoder(tokens)[:, 1:-1])
 
+    def accuracy(found, target):
+        return (found == target)[target != UNSCORED].double().mean().item()
+
+    curve = []
     for step in range(args.steps):
         warmup, decay = (step + 1) / (args.steps / 6), (args.steps - step) / (args.steps * 5 / 6)
         optimizer.param_groups[0]["lr"] = args.lr * min(warmup, decay)
         x, target = draw_batch(task, BATCH, args.length - 2, V, generator)
-        F.cross_entropy(logits(x).flatten(0, 1), target.flatten()).backward()
+        predicted = logits(x)
+        F.cross_entropy(predicted.flatten(0, 1), target.flatten()).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if (step + 1) % 20 == 0:
+            curve.append([step + 1, accuracy(predicted.argmax(-1), target)])
 
     accuracies, encoder = [], encoder.eval()
     for longer in (1, 2, 4):
@@ -161,9 +169,8 @@ def measure(pe, task, seed, args):
         x, target = draw_batch(task, TEST_SEQUENCES, longer * args.length - 2, V, generator)
         with torch.no_grad():
             found = torch.cat([logits(part).argmax(-1) for part in x.split(BATCH)])
-        scored = target != UNSCORED
-        accuracies.append((found == target)[scored].float().mean().item())
-    return accuracies
+        accuracies.append(accuracy(found, target))
+    return accuracies, curve
 
 
 def chance(task, args):
@@ -191,7 +198,7 @@ def bag_of_tokens(task, args, sequences=64, orders=1000):
     return right / n_scored
 
 
-def main(argv=None):
+def parse_args(argv=None):
     parser = Parser("-m tools.order", __doc__)
     flag, count = parser.add_argument, between(int, "[1, 1e6]")
     flag("--pe", required=True, help="schemes, separated by commas")
@@ -202,8 +209,12 @@ def main(argv=None):
     flag("--steps", type=count, default=300, help=f"steps of {BATCH} sequences")
     flag("--lr", type=between(float, "(0, 1e9)"), default=3e-3, help="peak learning rate")
     flag("--seeds", type=count, default=1, help="seeds 0, 1, ...; the mean is printed")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
     with one_line_errors():
-        args = parser.parse_args(argv)
+        args = parse_args(argv)
         tasks, names, started, table = args.tasks.split(","), args.pe.split(","), time.time(), []
         if unknown := set(tasks) - set(TASKS):
             raise UserError(f"unknown task {min(unknown)!r}; choose from {', '.join(TASKS)}")
@@ -215,7 +226,7 @@ def main(argv=None):
         for task in tasks:
             row = {"task": task}
             for pe in names:
-                runs = [measure(pe, task, seed, args) for seed in range(args.seeds)]
+                runs = [measure(pe, task, seed, args)[0] for seed in range(args.seeds)]
                 means = torch.tensor(runs).mean(0).tolist()
                 row[pe] = ", ".join(f"{x:.2f}" for x in means)
             row |= {
