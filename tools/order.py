@@ -138,7 +138,9 @@ def measure(pe, task, seed, args):
     torch.manual_seed(seed)
     V, generator = args.vocab, seeded_generator("cpu", "order", task, seed)
     shape = dict(n_layer=args.layers, n_head=4, d_model=64, d_ff=256, max_len=4 * args.length)
-    cfg = EncoderConfig(V + 2 + N_SPECIALS, pe, **shape, dropout=0.0, attn_dropout=0.0)
+    cfg = EncoderConfig(
+        V + 2 + N_SPECIALS, pe, **shape, norm=args.norm, dropout=0.0, attn_dropout=0.0
+    )
     encoder, head = Encoder(cfg), nn.Linear(cfg.d_model, V + 2)
     parameters = [*encoder.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-6, fused=True)
@@ -205,6 +207,7 @@ def parse_args(argv=None):
     flag("--tasks", default=",".join(TASKS), help="tasks, separated by commas")
     flag("--length", type=between(int, "[24, 1e4]"), default=32, help="tokens per sequence")
     flag("--layers", type=count, default=2, help="layers of width 64 with 4 heads")
+    flag("--norm", default="post", choices=("post", "pre"), help="LayerNorm, as in train.py")
     flag("--vocab", type=between(int, "[2, 1e6]"), default=32, help="number of different tokens")
     flag("--steps", type=count, default=300, help=f"steps of {BATCH} sequences")
     flag("--lr", type=between(float, "(0, 1e9)"), default=3e-3, help="peak learning rate")

@@ -1,0 +1,192 @@
+"""What makes TUPE faster than BERT's positions? Variants between the two (`cells`), each trained on
+an order task or on docs; a row for each run is appended to cells.jsonl.
+
+    python -m results.cells                              # the table, and docs/figures/cells.png
+    python -m results.cells order abs qk qk_pp           # name the left neighbor of 4,096 tokens
+    python -m results.cells docs qk qk_pp --seeds 1337 1
+
+In BERT, x_i + p_i is the input of layer 1. Here, as in TUPE, p has its own LayerNorm and enters the
+queries and keys of every layer. But it passes through the tokens' own matrices W_Q and W_K:
+
+    qk      s_ij = (x_i + p_i) W_Q . (x_j + p_j) W_K / sqrt(D)       values x_j W_V
+    qk_pp   s_ij = (x_i W_Q . x_j W_K + p_i W_Q . p_j W_K) / sqrt(D)
+
+CELLS lists what the others change.
+"""
+
+import argparse
+import shlex
+import tempfile
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import model
+import train
+from lib.config import one_line_errors
+from lib.device import git_commit, processor_name
+from lib.files import append_jsonl, read_jsonl
+from model import Absolute, BertAD, Component, UntiedPositions, embedding, reset_cls
+from results.show import HERE
+from tools import order
+
+ROWS = HERE / "cells.jsonl"
+NEIGHBOR = "--vocab 4096 --steps 600"  # flags of tools.order
+
+
+class Positions(Component):
+    """p in queries and keys. `Block.attend` below does the rest; this has the weights."""
+
+    combinable = False
+    terms = ("token-position", "position-position")  # besides token-token
+    layers_with = None  # all layers
+    layer_norm, in_values, at_input, reset = True, False, False, False
+    separate = False  # U_Q and U_K instead of W_Q and W_K
+    xavier = False  # W_Q and W_K initialized as TUPE's U_Q and U_K
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.max_len = cfg.max_len
+        self.untied = UntiedPositions(cfg) if self.separate else None
+        self.table = None if self.separate else embedding(cfg.max_len + 1, cfg.d_model)
+        self.norm = nn.LayerNorm(cfg.d_model) if self.layer_norm else nn.Identity()
+        if self.reset:
+            self.theta = model.normal(2 * cfg.n_head)
+        if self.at_input:  # a second table, of small vectors as in BERT
+            self.input_table = embedding(cfg.max_len + 1, cfg.d_model)
+
+    def embed(self, pos):
+        return self.input_table(pos.table_rows(self.max_len)) if self.at_input else 0
+
+    def project(self, block, pos):
+        """-> p W_Q, p W_K and p W_V, (1 or B, H, L, D) each; the first two are p U_Q and p U_K if
+        `separate`."""
+        if self.separate:
+            return *self.untied(pos), None
+        p = self.norm(self.table(pos.table_rows(self.max_len)))  # (1 or B, L, C)
+        p = F.linear(p, block.qkv.weight).unflatten(-1, (3, block.n_head, -1))
+        return p.permute(2, 0, 3, 1, 4)  # (3, 1 or B, H, L, D)
+
+
+class Block(model.Block):
+    def __init__(self, cfg, layer):
+        super().__init__(cfg, layer)
+        if getattr(model.SCHEMES[cfg.pe][0], "xavier", False):
+            for weight in self.qkv.weight.data.chunk(3)[:2]:
+                nn.init.xavier_uniform_(weight)
+
+    def attend(self, x, scheme, pos, bias):
+        part = next(iter(scheme.parts.values()))
+        if not isinstance(part, Positions) or part.layers_with not in (None, self.layer):
+            return super().attend(x, scheme, pos, bias)
+        B, L, C = x.shape
+        q, k, v = self.normed_heads(x)
+        p_q, p_k, p_v = part.project(self, pos)
+        logits = q @ k.transpose(-1, -2)  # (B, H, L, L)
+        if "token-position" in part.terms:
+            logits = logits + q @ p_k.transpose(-1, -2) + p_q @ k.transpose(-1, -2)
+        if "position-position" in part.terms:
+            term = p_q @ p_k.transpose(-1, -2)
+            if part.reset:
+                term = reset_cls(term, part.theta.view(2, -1))
+            logits = logits + term
+        A = (logits * part.scale).softmax(-1)
+        y = A @ (v + p_v if part.in_values else v)
+        return self.out(y.transpose(1, 2).reshape(B, L, C))
+
+
+def large_positions(factor, xavier_matrices=False):
+    class Large(Absolute):
+        xavier = xavier_matrices
+
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.table.weight.data *= factor
+
+    return Large
+
+
+class BertADNoNorm(BertAD):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.positions.norm = nn.Identity()
+
+
+class BertADSmall(BertAD):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        for u in (self.positions.u_q, self.positions.u_k):
+            nn.init.normal_(u.weight, std=0.02)
+
+
+PP, CROSS = ("position-position",), ("token-position",)
+CELLS = {  # name: a class, or what it changes in qk
+    "abs_xavier": large_positions(1, True),
+    "abs_large": large_positions(5),
+    "abs_large_xavier": large_positions(5, True),
+    "bert_ad_no_norm": BertADNoNorm,
+    "bert_ad_small": BertADSmall,
+    "qk": {},
+    "qk_layer_1": {"layers_with": 0},
+    "qk_pp": {"terms": PP},
+    "qk_pp_xavier": {"terms": PP, "xavier": True},
+    "qk_pp_2d": {"terms": PP, "scale_terms": 2},
+    "qk_pp_2d_reset": {"terms": PP, "scale_terms": 2, "reset": True},
+    "qk_cross": {"terms": CROSS},
+    "qk_values": {"in_values": True},
+    "qk_pp_values": {"terms": PP, "in_values": True},
+    "qk_input": {"at_input": True},
+    "qk_pp_input": {"terms": PP, "at_input": True},
+    "qk_no_norm": {"layer_norm": False},
+    "separate": {"separate": True},
+    "separate_pp": {"separate": True, "terms": PP},
+    "separate_cross": {"separate": True, "terms": CROSS},
+}
+
+
+def register():
+    """Make the cells known to --pe."""
+    model.Block = Block
+    for name, cell in CELLS.items():
+        cell = type(name, (Positions,), cell) if isinstance(cell, dict) else cell
+        model.SCHEMES[name] = [cell]
+
+
+def run(task, cell, seed, flags, file=ROWS):
+    """Train a cell and append its row, unless it has one."""
+    key = {"task": task, "cell": cell, "seed": seed, "flags": flags}
+    if any(key.items() <= row.items() for row in read_jsonl(file)):
+        return
+    if task == "order":
+        args = order.parse_args(["--pe", cell, *shlex.split(f"{NEIGHBOR} {flags}")])
+        accuracy, curve = order.measure(cell, "left neighbor", seed, args)
+        found = {"accuracy": accuracy, "curve": [[step, round(x, 3)] for step, x in curve]}
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            given = ["--pe", cell, "--seed", str(seed), "--out_dir", folder]
+            train.main([*given, *shlex.split(flags)])
+            _, *lines = read_jsonl(f"{folder}/log.jsonl")
+        curve = [[line["step"], round(line["loss"], 4)] for line in lines]
+        found = {"loss": lines[-1]["val_loss"], "curve": curve}
+    machine = {"processor": processor_name("cpu"), "threads": torch.get_num_threads()}
+    machine["torch"] = str(torch.__version__)
+    append_jsonl(file, key | {"git": git_commit(), "machine": machine} | found)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m results.cells", description=__doc__)
+    parser.add_argument("task", choices=("order", "docs"))
+    parser.add_argument("cells", nargs="+", help="cells, or schemes of model.py")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--flags", default="", help="more flags of tools.order or train.py")
+    args = parser.parse_args(argv)
+    register()
+    with one_line_errors():
+        for seed in args.seeds:
+            for cell in args.cells:
+                run(args.task, cell, seed, args.flags)
+
+
+if __name__ == "__main__":
+    main()
