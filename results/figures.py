@@ -6,11 +6,13 @@ from functools import partial
 import numpy as np
 
 from lib.files import read_json
+from results import order
 from results.show import (
     FAMILIES,
     HERE,
     copy_baseline,
     family,
+    loss,
     scheme_losses,
     uses_tokens,
     without_seed,
@@ -123,6 +125,37 @@ def draw_ranking(rows, both=True):
     axes.axvline(number("none", both), color="k", lw=0.8, ls=":", zorder=0)
     axes.margins(x=0.1)
     return axes
+
+
+def draw_docs_ranking(ranked, mine=None, remark=""):
+    """The losses of {pe: rows of its seeds} after 1,500 steps on docs. mine: a scheme to mark."""
+    losses = {pe: [*map(loss, rows)] for pe, rows in ranked.items()}
+    title = f"docs, 1,500 steps: {mine or 'most schemes in attention learn order, abs does not'}"
+    x = "validation loss of mlm (nats); a dot is a seed, the number their mean"
+    [[axes]] = panels(title + remark, x, height=1.2 + 0.25 * len(losses))
+    by_loss = sorted(losses, key=lambda pe: statistics.mean(losses[pe]))
+    name_lines(axes, by_loss)
+    for line, (pe, tick) in enumerate(zip(by_loss, axes.get_yticklabels())):
+        name, color = ("yours", "k") if pe == mine else family(pe)
+        tick.set(color=color, weight="bold" if pe == mine else None)
+        axes.axhline(line, color=LIGHT, zorder=0)
+        write(axes, name, (1, line), xycoords=("axes fraction", "data"), color=color)
+        dots(axes, losses[pe], line, color)
+        text = f"{statistics.mean(losses[pe]):.2f}"
+        write(axes, text, (max(losses[pe]), line), (7, 0), color=color)
+    axes.margins(x=0.1)
+    return axes
+
+
+def draw_mine(folder, ranked, found, mine, reasons):
+    """The ranking of docs and the order tasks, with scheme `mine` marked; reasons: why its losses
+    are not comparable, if so."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        remark = f" (not comparable: {'; '.join(reasons)})" if reasons else ""
+        draw_docs_ranking(ranked, mine, remark).figure.savefig(folder / "ranking.png")
+        draw_order({}, found, mine).figure.savefig(folder / "order.png")
 
 
 def draw_curves(axes, curves):
@@ -293,6 +326,40 @@ def draw_lengths(rows):
     return axes
 
 
+def draw_order(rows, found=None, mine=None):
+    """Panels (schemes, tasks) for 32, 64 and 128 tokens. found: accuracies by scheme
+    (order.accuracies); mine: a scheme to mark. The color is 0 at the accuracy of the best predictor
+    without positions, and 1 where all answers are right."""
+    from matplotlib.figure import Figure
+
+    found = found or order.accuracies()
+    bag, tasks = found["bag"], [*found["bag"]]
+    schemes = sorted((pe for pe in found if pe != "bag"), key=lambda pe: -gain(found[pe], bag))
+    figure = Figure((8.4, 1.9 + 0.235 * len(schemes)))
+    title = "Only rope finds the token after a marker; alibi cannot tell left from right; t5 cannot"
+    title += "\ntell distant tokens apart; tables of positions end where training ended"
+    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
+    for n, axes in enumerate(figure.subplots(1, 3, sharey=True)):
+        gains = [[(found[pe][t][n] - bag[t][n]) / (1 - bag[t][n]) for t in tasks] for pe in schemes]
+        image = axes.imshow(np.clip(gains, 0, 1), "Blues", vmin=0, vmax=1, aspect="auto")
+        axes.set_title(("32 tokens, as in training", "64 tokens", "128 tokens")[n])
+        axes.set_xticks(range(len(tasks)), tasks, rotation=90)
+        axes.set_yticks(range(len(schemes)), schemes)
+        axes.tick_params(length=0)
+        for pe, tick in zip(schemes, axes.get_yticklabels()):
+            tick.set(color="k" if pe == mine else family(pe)[1])
+            tick.set(weight="bold" if pe == mine else None)
+        axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=figure.axes, location="bottom", shrink=0.5, aspect=40)
+    bar.set_ticks([0, 1], labels=["as without positions", "always right"])
+    return figure.axes[0]
+
+
+def gain(accuracy, bag):
+    """The mean over tasks of what positions add at the length of training."""
+    return statistics.mean((accuracy[t][0] - bag[t][0]) / (1 - bag[t][0]) for t in bag)
+
+
 RACERS = {"Roberta": "RoBERTa (abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
 
 
@@ -325,6 +392,7 @@ FIGURES = {
     "spread.png": draw_spread,
     "lengths.png": draw_lengths,
     "race.png": draw_race,
+    "order.png": draw_order,
 }
 
 

@@ -1,7 +1,7 @@
-"""The order tasks of tools/order.py for all schemes (`python -m results.run order`): the rows, and
-the figure of the field guide."""
+"""The order tasks of tools/order.py for all schemes (`python -m results.run order`): their rows,
+order.jsonl, and what the pages show of them."""
 
-import shlex
+import statistics
 
 import torch
 
@@ -13,19 +13,49 @@ from tools import order
 ROWS, SEEDS = HERE / "order.jsonl", range(3)
 
 
-def run(schemes, flags="", seeds=SEEDS, file=ROWS):
-    """Append a row for each scheme and seed that has none yet. flags: of tools.order."""
+def run(schemes, seeds=SEEDS, file=ROWS):
+    """Append a row for each scheme and seed that has none yet, and for `bag`, the best predictor
+    without positions."""
     for seed in seeds:
-        there = {(row["pe"], row["seed"], row["flags"]) for row in read_jsonl(file)}
+        there = {(row["pe"], row["seed"]) for row in read_jsonl(file)}
         for pe in schemes:
-            if (pe, seed, flags) in there:
-                continue
-            args = order.parse_args(["--pe", pe, *shlex.split(flags)])
-            found = {t: order.measure(pe, t, seed, args) for t in args.tasks.split(",")}
-            machine = {"processor": processor_name("cpu"), "threads": torch.get_num_threads()}
-            row = {"pe": pe, "seed": seed, "flags": flags, "git": git_commit()}
-            row |= {"machine": machine | {"torch": str(torch.__version__)}}
-            row["accuracy"] = {t: [round(x, 4) for x in a] for t, (a, _) in found.items()}
-            row["curve"] = {t: [[i, round(x, 3)] for i, x in c] for t, (_, c) in found.items()}
-            append_jsonl(file, row)
-            print(pe, seed, {t: a[0] for t, a in row["accuracy"].items()}, flush=True)
+            if (pe, seed) not in there:
+                args = order.parse_args(["--pe", pe])
+                found = {task: order.measure(pe, task, seed, args) for task in order.TASKS}
+                curve = {t: [[i, round(x, 3)] for i, x in c] for t, (_, c) in found.items()}
+                append_row(file, pe, seed, {t: a for t, (a, _) in found.items()}, curve=curve)
+    if file == ROWS and "bag" not in {row["pe"] for row in read_jsonl(file)}:
+        found = {}
+        for task in order.TASKS:
+            lengths = [["--pe", "none", "--length", str(n)] for n in (32, 64, 128)]
+            found[task] = [order.bag_of_tokens(task, order.parse_args(x)) for x in lengths]
+        append_row(file, "bag", 0, found)
+
+
+def append_row(file, pe, seed, accuracy, **more):
+    accuracy = {task: [round(x, 4) for x in values] for task, values in accuracy.items()}
+    machine = {"processor": processor_name("cpu"), "threads": torch.get_num_threads()}
+    row = {"pe": pe, "seed": seed, "git": git_commit()}
+    row["machine"] = machine | {"torch": str(torch.__version__)}
+    append_jsonl(file, row | {"accuracy": accuracy} | more)
+    print(pe, seed, {task: values[0] for task, values in accuracy.items()}, flush=True)
+
+
+def accuracies(file=ROWS):
+    """-> {pe: {task: accuracies on 32, 64 and 128 tokens, means over the seeds}}."""
+    runs = {}
+    for row in read_jsonl(file):
+        runs.setdefault(row["pe"], []).append(row["accuracy"])
+    return {
+        pe: {t: [statistics.mean(x) for x in zip(*(run[t] for run in group))] for t in group[0]}
+        for pe, group in runs.items()
+    }
+
+
+def lines(schemes, found):
+    """-> a line per task with the accuracies of schemes, and `bag`."""
+    return [
+        {"task": task}
+        | {pe: ", ".join(f"{x:.2f}" for x in found[pe][task]) for pe in (*schemes, "bag")}
+        for task in order.TASKS
+    ]

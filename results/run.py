@@ -5,6 +5,8 @@
     python -m results.run first              # train twelve schemes and compare with our losses
     python -m results.run pplm               # run what a table lacks; the same command resumes
     python -m results.run pplm-3e-3          # one run, all seeds (pplm-3e-3-s1: one seed)
+    python -m results.run order              # the order tasks of tools.order for all schemes
+    python -m results.run mine --pe NAME     # where does a new scheme land? (ten minutes)
     python -m results.run rpp-table-1        # a paper's table at its size, on one GPU (README.md
                                              # in this folder: how many hours)
 
@@ -35,13 +37,23 @@ import torch
 
 import finetune
 import train
-from lib.config import Parser, RunFailure, UserError, leave, one_line_errors
+from lib.config import Parser, RunFailure, UserError, between, leave, one_line_errors
 from lib.device import processor_name
 from lib.files import append_jsonl, make_folder, read_json, read_jsonl, write_json
 from model import SCHEMES
 from results import order
-from results.figures import draw
-from results.show import PLATEAU, first_below, join_seeds, leaves_plateau, show, without_seed
+from results.figures import draw, draw_mine
+from results.show import (
+    PLATEAU,
+    docs_ranking,
+    first_below,
+    join_seeds,
+    leaves_plateau,
+    longest_sequence,
+    show,
+    without_seed,
+)
+from tools.order import schemes
 from tools.output import print_table
 from tools.probe import db, opr
 
@@ -156,7 +168,7 @@ def call(command, folder):
         code = subprocess.run([sys.executable, *words], stdout=log, stderr=log).returncode
     if code:
         why = (folder / "run.log").read_text(errors="replace").strip().rpartition("\n")[2]
-        raise CommandFailed(f"{folder.name} ended with {code}: {why}")
+        raise CommandFailed(f"{folder.name} ended with {code} (see {folder / 'run.log'}): {why}")
 
 
 def run_parts(folder, parts):
@@ -286,6 +298,63 @@ def run_first(more):
     print(f"\nattention maps of all of them: {out}/probe/maps.png")
 
 
+def run_mine(flags):
+    """`mine`: train a scheme on docs as the ranked ones were, measure it, and print and draw its
+    place among them. Writes into out/mine only."""
+    parser = Parser("-m results.run mine", run_mine.__doc__)
+    parser.add_argument("--pe", required=True, type=schemes, help="a scheme of model.py")
+    parser.add_argument("--seeds", type=between(int, "[1, 3]"), default=1, help="number of seeds")
+    text = "steps; the ranked schemes have 1,500, and with other numbers nothing is comparable"
+    parser.add_argument("--steps", type=between(int, "[1, 1e6]"), default=1500, help=text)
+    args = parser.parse_args(flags)
+    if len(args.pe) > 1:
+        raise UserError(f"mine takes one scheme, not {','.join(args.pe)}")
+    root, pe, runs, folders = Path("out/mine"), args.pe[0], [], []
+    home = root / f"{pe}-{args.steps}"
+    for seed in SEEDS[: args.seeds]:
+        folder = Path(f"{home}-s{seed}")
+        folders.append(folder.as_posix())
+        if (folder / "done.json").exists():
+            print(f"{folder} is there already; delete out/mine to train {pe} again")
+        given = f"--preset demo --pe {pe} --seed {seed} --steps {args.steps}"
+        parts = {"train": f"python train.py {given} --resume --out_dir {folders[-1]}"}
+        if longest_sequence(pe) == "any":
+            command = f"python -m tools.lengths --lengths 64,128,256 --ckpt {folders[-1]}"
+            parts["lengths"] = command
+        run_parts(folder, parts)
+        runs.append(collect(folder))
+    bench = f"python -m tools.bench --pe abs,{pe} --json {home.as_posix()}-bench.json"
+    maps = f"python -m tools.probe --runs {' '.join(folders)} --out_dir {home.as_posix()}"
+    run_parts(home, {"bench": bench, "maps": maps})
+    order.run([pe], range(args.seeds), root / "order.jsonl")
+
+    rows, ranked = all_rows(), {}
+    for name, (given, _) in TABLES["docs"].items():
+        scheme = rows[name]["args"]["pe"]
+        if given == f"--pe {scheme} --seed {rows[name]['args']['seed']}" and scheme != pe:
+            ranked.setdefault(scheme, []).append(rows[name])
+    why, texts = [], {round(row["baselines"]["unigram"], 4) for row in [*ranked["none"], *runs]}
+    if len(texts) > 1:
+        why.append("your installed packages, and so the text of docs, differ from ours")
+    if args.steps != 1500:
+        why.append(f"it was trained for {args.steps:,} steps, the others for 1,500")
+    ranked[pe] = runs
+    print("\ndocs: schemes by validation loss of mlm (nats)")
+    print_table(docs_ranking(ranked, pe, read_json(f"{home}-bench.json")["rows"][-1]["speed"]))
+    for reason in why:
+        print(f"not comparable: {reason}")
+    if "lengths" in runs[0]:
+        print("\nloss on sequences longer than the 64 tokens of training")
+        print_table([{"seed": run["args"]["seed"]} | run["lengths"] for run in runs])
+    print("\naccuracy in order tasks (tools.order) on 32, 64 and 128 tokens, trained on 32")
+    found = order.accuracies() | order.accuracies(root / "order.jsonl")
+    print_table(order.lines(dict.fromkeys((pe, "rope", "tupe_r")), found))
+    draw_mine(home, ranked, found, pe, why)
+    print(
+        f"\nfigures: {home}/ranking.png, order.png, maps.png (the others': docs/figures/maps.png)"
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # The program
 
@@ -295,7 +364,11 @@ def main(argv=None):
     parser.add_argument("names", nargs="*", help=f"first, {', '.join(TABLES)}, or runs of these")
     text = "run nothing; print the tables and draw docs/figures from the rows that there are"
     parser.add_argument("--draw", action="store_true", help=text)
+    argv = sys.argv[1:] if argv is None else argv
     with one_line_errors():
+        if argv[:1] == ["mine"]:
+            run_mine(argv[1:])
+            return
         args, more = parser.parse_known_args(argv)
         more = "".join(f" {shlex.quote(flag)}" for flag in more)
         asked, wanted, known = {*args.names}, [], {"first", "order"}

@@ -215,11 +215,39 @@ def scheme_losses(rows):
     return dict(sorted(found.items(), key=lambda item: statistics.mean(item[1][0])))
 
 
+def longest_sequence(pe):
+    """-> "any", or "max_len" for a scheme with a table of positions."""
+    encoder = Encoder(EncoderConfig(vocab_size=64, pe=pe)).eval()
+    try:
+        encoder(torch.zeros(1, encoder.config.max_len + 1, dtype=torch.long))
+    except ValueError:
+        return "max_len"
+    return "any"
+
+
+def step_times():
+    """-> {pe: step time of a demo model relative to that of abs}."""
+    bench = read_json(HERE / "bench-pe-demo.json")["rows"]
+    return {row["pe"]: 1 / row["speed"] for row in bench}
+
+
+def docs_ranking(ranked, mine, speed):
+    """ranked: {pe: rows of its seeds}; speed: that of scheme `mine` relative to abs -> a line for
+    each scheme, by the mean of its losses."""
+    times, lines = step_times() | {mine: 1 / speed}, []
+    by_loss = sorted(ranked, key=lambda pe: statistics.mean(map(loss, ranked[pe])))
+    for rank, pe in enumerate(by_loss, 1):
+        mean = f"{statistics.mean(map(loss, ranked[pe])):.2f}"
+        line = {"": "->" if pe == mine else "", "rank": rank, "scheme": pe, "loss": mean}
+        line |= {"seeds": join_seeds(map(loss, ranked[pe])), "step time / abs": f"{times[pe]:.1f}"}
+        lines.append(line)
+    return lines
+
+
 def ranking(rows):
     """A line for each scheme of table `schemes`. What a scheme adds to a model, and what it can
     represent, is found out from a model of demo size."""
-    bench = read_json(HERE / "bench-pe-demo.json")["rows"]
-    step_times = {row["pe"]: f"{1 / row['speed']:.1f}" for row in bench}
+    times = step_times()
 
     def n_parameters(encoder):
         return sum(p.numel() for p in encoder.parameters())
@@ -227,18 +255,14 @@ def ranking(rows):
     without = n_parameters(Encoder(EncoderConfig(vocab_size=64, pe="none")))
     lines = []
     for pe, losses in scheme_losses(rows).items():
-        encoder, longest = Encoder(EncoderConfig(vocab_size=64, pe=pe)).eval(), "any"
-        try:
-            encoder(torch.zeros(1, encoder.config.max_len + 1, dtype=torch.long))
-        except ValueError:  # longer than its table of positions
-            longest = "max_len"
+        encoder = Encoder(EncoderConfig(vocab_size=64, pe=pe))
         line = {"scheme": pe, "family": family(pe)[0]}
         for tokens, values in zip(("6 M", "49 M"), losses):
             mean = f"{statistics.mean(values):.2f}" if values else ""
             line |= {f"loss, {tokens} tokens": mean, f"seeds, {tokens}": join_seeds(values)}
         line["parameters added"] = f"{n_parameters(encoder) - without:,}"
-        line["step time / abs"] = step_times[pe]
-        line["longest sequence"] = longest
+        line["step time / abs"] = f"{times[pe]:.1f}"
+        line["longest sequence"] = longest_sequence(pe)
         masked_ok = all(part.masked_ok for part in parse_pe(pe))
         line["masked positions"] = "yes" if masked_ok else "no"
         lines.append(line)

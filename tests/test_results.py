@@ -128,7 +128,9 @@ def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):
         patch.setattr(run, "ROWS", tmp_path / "none.jsonl")
         assert "$TEXT" in one_line(capsys, run.main, ["schemes"])
     monkeypatch.setenv("TEXT", r"C:\my texts\*.txt")  # no shell changes a path
-    with pytest.raises(run.CommandFailed, match=r"b ended with 3: C:.my texts.\*.txt$"):
+    with pytest.raises(
+        run.CommandFailed, match=r"b ended with 3 \(see .*run.log\): C:.my texts.\*.txt$"
+    ):
         run.call('python -c "import sys; print(sys.argv[1]); exit(3)" "$TEXT"', tmp_path / "b")
     monkeypatch.delenv("TEXT")
     monkeypatch.setenv("BLIMP", "x")
@@ -136,6 +138,50 @@ def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(run, "OUT", tmp_path)
     run.make_row("schemes", "none-s1", "")
     assert "none-s1: skipped blimp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pe, steps", [("rel_k", 1500), ("abs", 40)])
+def test_mine(tmp_path, monkeypatch, capsys, pe, steps):
+    """`mine` ranks a scheme among those of docs by its loss, and says if its text or its number of
+    steps is another. It trains and measures once."""
+    ours, called = run.all_rows()["docs-rope-s1337"], []
+
+    def call(command, folder):
+        called.append(command.split()[1:3][-1] if "-m" in command else "train")
+        run.make_folder(folder)
+        if called[-1] == "train":
+            args = {"pe": pe, "seed": 1337, "objective": "mlm", "steps": steps}
+            first = {"args": args, "git": "", "precision": ["cpu", "float32"]}
+            run.append_jsonl(folder / "log.jsonl", first | {"baselines": baselines})
+            last = {"step": steps, "loss": 3.7, "val_loss": 3.75, "ms_per_step": 1.0}
+            run.append_jsonl(folder / "log.jsonl", last)
+        elif called[-1] == "tools.bench":
+            json_file = shlex.split(command)[-1]
+            run.write_json(json_file, {"rows": [{"pe": pe, "speed": 0.5}]})
+
+    def mine(*more):
+        assert exit_code(run.main, ["mine", "--pe", pe, "--steps", str(steps), *more]) is None
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(run, "call", call)
+    monkeypatch.setattr(run.order.order, "measure", lambda *args: ([1.0, 0.5, 0.25], [[20, 0.1]]))
+    monkeypatch.chdir(tmp_path)
+    baselines = ours["baselines"]
+    out = mine()
+    comparable = steps == 1500
+    assert ("not comparable: it was trained for 40 steps" in out) is not comparable
+    assert re.search(rf"\| -> \| 5 +\| {pe} +\| 3.75 \| 3.750 +\| 2.0 ", out)
+    assert "| left neighbor       | 1.00, 0.50, 0.25 |" in out
+    measured = ["tools.lengths"] if pe == "rel_k" else []  # abs has a table of positions
+    assert called == ["train", *measured, "tools.bench", "tools.probe"]
+    folder = tmp_path / "out" / "mine" / f"{pe}-{steps}"
+    assert {file.name for file in folder.iterdir()} == {"done.json", "ranking.png", "order.png"}
+    called.clear()
+    baselines = {"unigram": 6.0}
+    assert "text of docs" in mine("--seeds", "2")
+    assert called == ["train", *measured, "tools.probe"]  # of the second seed; maps of both
+    assert "one scheme" in one_line(capsys, run.main, ["mine", "--pe", "abs,rel"])
+    assert "unknown --pe 'fire'" in one_line(capsys, run.main, ["mine", "--pe", "fire"])
 
 
 @pytest.mark.slow

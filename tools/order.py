@@ -13,6 +13,7 @@ Beside the accuracy of each scheme stand those of two predictors: `chance` alway
 frequent answer, and `bag` knows which tokens a sequence has, but not their order.
 """
 
+import argparse
 import time
 
 import torch
@@ -200,10 +201,20 @@ def bag_of_tokens(task, args, sequences=64, orders=1000):
     return right / n_scored
 
 
+def schemes(text):
+    """A `type` for add_argument: "rope,alibi" -> the names."""
+    for pe in (names := text.split(",")):
+        try:
+            parse_pe(pe)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(error) from None
+    return names
+
+
 def parse_args(argv=None):
     parser = Parser("-m tools.order", __doc__)
     flag, count = parser.add_argument, between(int, "[1, 1e6]")
-    flag("--pe", required=True, help="schemes, separated by commas")
+    flag("--pe", required=True, type=schemes, help="schemes, separated by commas")
     flag("--tasks", default=",".join(TASKS), help="tasks, separated by commas")
     flag("--length", type=between(int, "[24, 1e4]"), default=32, help="tokens per sequence")
     flag("--layers", type=count, default=2, help="layers of width 64 with 4 heads")
@@ -218,17 +229,12 @@ def parse_args(argv=None):
 def main(argv=None):
     with one_line_errors():
         args = parse_args(argv)
-        tasks, names, started, table = args.tasks.split(","), args.pe.split(","), time.time(), []
+        tasks, started, table = args.tasks.split(","), time.time(), []
         if unknown := set(tasks) - set(TASKS):
             raise UserError(f"unknown task {min(unknown)!r}; choose from {', '.join(TASKS)}")
-        try:
-            for pe in names:
-                parse_pe(pe)
-        except ValueError as error:
-            raise UserError(str(error)) from None
         for task in tasks:
             row = {"task": task}
-            for pe in names:
+            for pe in args.pe:
                 runs = [measure(pe, task, seed, args)[0] for seed in range(args.seeds)]
                 means = torch.tensor(runs).mean(0).tolist()
                 row[pe] = ", ".join(f"{x:.2f}" for x in means)
