@@ -1,5 +1,6 @@
 """The driver in results/: its tables, its rows, what it prints, and a tiny table end to end."""
 
+import itertools
 import json
 import os
 import re
@@ -8,12 +9,14 @@ from pathlib import PureWindowsPath
 
 import matplotlib
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import finetune
+import model
 import train
 from model import Encoder, EncoderConfig
-from results import figures, run, show
+from results import cells, figures, run, show
 from results.show import without_seed
 from tests.conftest import TINY, exit_code, one_line, write_corpus
 from tools import dynamics, probe
@@ -182,6 +185,67 @@ def test_mine(tmp_path, monkeypatch, capsys, pe, steps):
     assert called == ["train", *measured, "tools.probe"]  # of the second seed; maps of both
     assert "one scheme" in one_line(capsys, run.main, ["mine", "--pe", "abs,rel"])
     assert "unknown --pe 'fire'" in one_line(capsys, run.main, ["mine", "--pe", "fire"])
+
+
+def cell(monkeypatch, pe, **changes):
+    """An encoder with one layer in float64 whose positions are those of a cell of results.cells."""
+    monkeypatch.setattr(model, "Block", model.Block)  # register() replaces it
+    monkeypatch.setattr(model, "SCHEMES", dict(model.SCHEMES))
+    cells.register()
+    if changes:
+        [component] = model.SCHEMES[pe]
+        model.SCHEMES[pe] = [type(pe, (component,), changes)]
+    torch.manual_seed(0)
+    shape = dict(n_layer=1, d_model=8, n_head=2, d_ff=8, max_len=12, dropout=0.0, attn_dropout=0.0)
+    return Encoder(EncoderConfig(20, pe, **shape)).double()
+
+
+def test_cells_equal_the_schemes_between_which_they_lie(monkeypatch):
+    """With separate matrices and the same scale, two cells are bert_ad and tupe_a_tie_cls."""
+    tokens = torch.arange(20).view(2, 10)
+    for name, scale, pe in ("separate", 4, "bert_ad"), ("separate_pp", 2, "tupe_a_tie_cls"):
+        with monkeypatch.context() as patch:
+            found = cell(patch, name, scale_terms=scale)(tokens)
+            torch.testing.assert_close(found, cell(patch, pe)(tokens))
+
+
+@pytest.mark.parametrize("name", [n for n, x in cells.CELLS.items() if isinstance(x, dict)])
+def test_cells_by_hand(monkeypatch, name):
+    """The output of attention, as a loop over pairs of tokens: which terms the logits have, and
+    whether the values contain positions."""
+    encoder = cell(monkeypatch, name)
+    [part], [block] = encoder.scheme.parts.values(), encoder.blocks
+    for p in part.parameters():  # positions that matter, and a LayerNorm that is not the identity
+        p.data.add_(torch.randn_like(p))
+    x, H, C = torch.randn(2, 5, 8).double(), 2, 8
+    table = part.untied.table if part.separate else part.table
+    norm = part.untied.norm if part.separate else part.norm
+    p, (w_q, w_k, w_v), (b_q, b_k, b_v) = (
+        norm(table.weight[:5]), block.qkv.weight.chunk(3), block.qkv.bias.chunk(3),
+    )  # fmt: skip
+    u_q, u_k = (part.untied.u_q.weight, part.untied.u_k.weight) if part.separate else (w_q, w_k)
+    if name.startswith("qk_no_norm"):
+        p = table.weight[:5]
+    y = torch.zeros(2, 5, C).double()
+    for b, h in itertools.product(range(2), range(H)):
+        of_head, s = slice(4 * h, 4 * h + 4), torch.zeros(5, 5).double()
+        for i, j in itertools.product(range(5), range(5)):
+            q, k = (w_q @ x[b, i] + b_q)[of_head], (w_k @ x[b, j] + b_k)[of_head]
+            p_q, p_k = (u_q @ p[i])[of_head], (u_k @ p[j])[of_head]
+            s[i, j] = q @ k
+            if "pp" not in name:
+                s[i, j] += q @ p_k + p_q @ k
+            if "cross" not in name:
+                reset = part.theta.view(2, H)[1 if i else 0, h] if "reset" in name else 0
+                s[i, j] += reset if "reset" in name and (i == 0 or j == 0) else p_q @ p_k
+        A = (s / (8 if "2d" in name else 4) ** 0.5).softmax(-1)
+        v = x[b] @ w_v.T + b_v
+        v = v + p @ w_v.T if "values" in name else v
+        y[b, :, of_head] = A @ v[:, of_head]
+    found = block.attend(x, encoder.scheme, model.Positions.of(x[..., 0].long()), 0)
+    torch.testing.assert_close(found, y @ block.out.weight.T + block.out.bias)
+    table = encoder.scheme.embed(model.Positions.of(x[..., 0].long()))
+    assert isinstance(table, torch.Tensor) == ("input" in name)
 
 
 @pytest.mark.slow
