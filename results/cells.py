@@ -1,7 +1,7 @@
 """What makes TUPE faster than BERT's positions? Variants between the two (`cells`), each trained on
 an order task or on docs; a row for each run is appended to cells.jsonl.
 
-    python -m results.cells                              # the table, and docs/figures/cells.png
+    python -m results.cells                              # the table
     python -m results.cells order abs qk qk_pp           # name the left neighbor of 4,096 tokens
     python -m results.cells docs qk qk_pp --seeds 1337 1
 
@@ -14,7 +14,7 @@ queries and keys of every layer. But it passes through the tokens' own matrices 
 CELLS lists what the others change.
 """
 
-import argparse
+import math
 import shlex
 import tempfile
 
@@ -24,12 +24,13 @@ import torch.nn.functional as F
 
 import model
 import train
-from lib.config import one_line_errors
+from lib.config import Parser, one_line_errors
 from lib.device import git_commit, processor_name
 from lib.files import append_jsonl, read_jsonl
 from model import Absolute, BertAD, Component, UntiedPositions, embedding, reset_cls
 from results.show import HERE
 from tools import order
+from tools.output import print_table
 
 ROWS = HERE / "cells.jsonl"
 NEIGHBOR = "--vocab 4096 --steps 600"  # flags of tools.order
@@ -121,34 +122,40 @@ class BertADSmall(BertAD):
 
 
 PP, CROSS = ("position-position",), ("token-position",)
-CELLS = {  # name: a class, or what it changes in qk
-    "abs_xavier": large_positions(1, True),
-    "abs_large": large_positions(5),
-    "abs_large_xavier": large_positions(5, True),
-    "bert_ad_no_norm": BertADNoNorm,
-    "bert_ad_small": BertADSmall,
-    "qk": {},
-    "qk_layer_1": {"layers_with": 0},
-    "qk_pp": {"terms": PP},
-    "qk_pp_xavier": {"terms": PP, "xavier": True},
-    "qk_pp_2d": {"terms": PP, "scale_terms": 2},
-    "qk_pp_2d_reset": {"terms": PP, "scale_terms": 2, "reset": True},
-    "qk_cross": {"terms": CROSS},
-    "qk_values": {"in_values": True},
-    "qk_pp_values": {"terms": PP, "in_values": True},
-    "qk_input": {"at_input": True},
-    "qk_pp_input": {"terms": PP, "at_input": True},
-    "qk_no_norm": {"layer_norm": False},
-    "separate": {"separate": True},
-    "separate_pp": {"separate": True, "terms": PP},
-    "separate_cross": {"separate": True, "terms": CROSS},
+CELLS = {  # name: (what it is, a class or what it changes in qk)
+    "abs_xavier": ("abs, W_Q and W_K initialized as U_Q and U_K", large_positions(1, True)),
+    "abs_large": ("abs, initial p 5 times as large", large_positions(5)),
+    "abs_large_xavier": ("both", large_positions(5, True)),
+    "qk": ("p in queries and keys only, of every layer, through W_Q and W_K", {}),
+    "qk_pp": ("qk, without the mixed terms", {"terms": PP}),
+    "qk_pp_xavier": (
+        "qk_pp, W_Q and W_K initialized as U_Q and U_K",
+        {"terms": PP, "xavier": True},
+    ),
+    "qk_cross": ("qk, only the mixed terms", {"terms": CROSS}),
+    "qk_values": ("qk, p also in the values", {"in_values": True}),
+    "qk_pp_values": ("qk_pp, p also in the values", {"terms": PP, "in_values": True}),
+    "qk_input": ("qk, p also at the input, as in abs", {"at_input": True}),
+    "qk_pp_input": ("qk_pp, p also at the input, as in abs", {"terms": PP, "at_input": True}),
+    "qk_layer_1": ("qk, only in layer 1", {"layers_with": 0}),
+    "qk_no_norm": ("qk, without the LayerNorm of p", {"layer_norm": False}),
+    "qk_pp_2d": ("qk_pp, over sqrt(2D)", {"terms": PP, "scale_terms": 2}),
+    "qk_pp_2d_reset": (
+        "the same, [CLS] reset",
+        {"terms": PP, "scale_terms": 2, "reset": True},
+    ),
+    "separate": ("qk, through U_Q and U_K", {"separate": True}),
+    "separate_pp": ("qk_pp, through U_Q and U_K", {"separate": True, "terms": PP}),
+    "separate_cross": ("qk_cross, through U_Q and U_K", {"separate": True, "terms": CROSS}),
+    "bert_ad_no_norm": ("bert_ad, without the LayerNorm of p", BertADNoNorm),
+    "bert_ad_small": ("bert_ad, U_Q and U_K initialized as W_Q and W_K", BertADSmall),
 }
 
 
 def register():
     """Make the cells known to --pe."""
     model.Block = Block
-    for name, cell in CELLS.items():
+    for name, (_, cell) in CELLS.items():
         cell = type(name, (Positions,), cell) if isinstance(cell, dict) else cell
         model.SCHEMES[name] = [cell]
 
@@ -174,18 +181,39 @@ def run(task, cell, seed, flags, file=ROWS):
     append_jsonl(file, key | {"git": git_commit(), "machine": machine} | found)
 
 
+def table(rows):
+    """Rows of cells.jsonl -> a line per cell: the accuracies of its seeds after 200, 300 and 600
+    steps of the order task, and its losses on docs."""
+    lines = {}
+    for row in rows:
+        name = f"{row['cell']} {row['flags']}".strip()
+        what = CELLS.get(row["cell"], (f"scheme {row['cell']}",))[0]
+        line = lines.setdefault(name, {"cell": name, "": what})
+        if row["task"] == "order":
+            curve = dict(map(tuple, row["curve"]))
+            for step in (200, 300, 600):
+                line.setdefault(f"at step {step}", []).append(f"{curve.get(step, math.nan):.2f}")
+        else:
+            line.setdefault("docs", []).append(f"{row['loss']:.2f}")
+    return [
+        {column: ", ".join(x) if isinstance(x, list) else x for column, x in line.items()}
+        for line in lines.values()
+    ]
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m results.cells", description=__doc__)
-    parser.add_argument("task", choices=("order", "docs"))
-    parser.add_argument("cells", nargs="+", help="cells, or schemes of model.py")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser = Parser("-m results.cells", __doc__)
+    parser.add_argument("task", nargs="?", choices=("order", "docs"), help="what to train on")
+    parser.add_argument("cells", nargs="*", help="cells, or schemes of model.py")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="random seeds")
     parser.add_argument("--flags", default="", help="more flags of tools.order or train.py")
-    args = parser.parse_args(argv)
     register()
     with one_line_errors():
+        args = parser.parse_args(argv)
         for seed in args.seeds:
             for cell in args.cells:
                 run(args.task, cell, seed, args.flags)
+    print_table(table(read_jsonl(ROWS)))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def test_cells_equal_the_schemes_between_which_they_lie(monkeypatch):
             torch.testing.assert_close(found, cell(patch, pe)(tokens))
 
 
-@pytest.mark.parametrize("name", [n for n, x in cells.CELLS.items() if isinstance(x, dict)])
+@pytest.mark.parametrize("name", [n for n, x in cells.CELLS.items() if isinstance(x[1], dict)])
 def test_cells_by_hand(monkeypatch, name):
     """The output of attention, as a loop over pairs of tokens: which terms the logits have, and
     whether the values contain positions."""
