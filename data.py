@@ -4,8 +4,9 @@
     python data.py --dataset 'books/*.jsonl.xz' --tokenizer bpe   # local files
     python data.py --dataset wikibooks --tokenizer gpt2           # Wikipedia, books (Hugging Face)
 
-Files are txt, jsonl, csv or parquet, in UTF-8; gz, xz and bz2 are decompressed. train.py calls the
-same code if the data is not prepared yet. There are three stages:
+Files are jsonl, json, csv, parquet or, with any other ending, text (*.txt, *.py), in which empty
+lines separate the documents; all in UTF-8. gz, xz and bz2 are decompressed. train.py calls the same
+code if the data is not prepared yet. There are three stages:
 
     documents   an iterator of texts (lib/sources.py), never all in memory
     tokenizer   GPT-2's byte-level BPE, or one with 8,184 ids trained on the corpus itself

@@ -166,7 +166,7 @@ def files_source(files, text_column):
 
 def file_kind(name):
     """The kind and the compression of a file, by its name's ending: (".jsonl", ".xz"); "" if
-    unknown or none."""
+    unknown, which is read as text, or none."""
     path = Path(name.lower())
     compression = path.suffix if path.suffix in OPENERS else ""
     kind = Path(path.stem).suffix if compression else path.suffix
@@ -175,10 +175,10 @@ def file_kind(name):
 
 def file_documents(file, text_column):
     """The texts of a local file, None for a row without text. Raises UserError."""
-    if not file_kind(file)[0]:
-        known = ", ".join([*READERS, *OPENERS])
-        raise UserError(f"{file}: unknown kind of file; known endings are {known}")
-    return column(readable(file_rows(file, text_column), file), text_column, file)
+    name = file
+    if not file_kind(file)[0]:  # tell the user, in case it is not text
+        name += f" (read as text: the ending is none of {', '.join(READERS)})"
+    return column(readable(file_rows(file, text_column), name), text_column, file)
 
 
 def file_rows(file, text_column):
@@ -195,7 +195,7 @@ def file_rows(file, text_column):
             yield from batch.to_pylist()
     else:
         with OPENERS.get(compression, open)(file, "rt", encoding="utf-8-sig") as lines:
-            yield from READERS[kind](lines)
+            yield from READERS.get(kind, text_rows)(lines)
 
 
 def text_rows(lines):
@@ -203,6 +203,8 @@ def text_rows(lines):
     TEXT_CHUNK."""
     document = ""
     for line in iter(partial(lines.readline, TEXT_CHUNK), ""):
+        if "\0" in line:
+            raise ValueError("not text: it has a null character")
         if document and (len(document) >= TEXT_CHUNK or not line.strip()):
             yield document
             document = ""
