@@ -1,7 +1,9 @@
-"""Draws the figures of the pages, 840 pixels wide, from the rows {name: row} of runs.jsonl."""
+"""Draws the figures of the pages from the rows {name: row} of runs.jsonl. They are 6 inches wide:
+10 points are 9 pixels high on a phone of 390 pixels, and 19 where a page is 840 wide."""
 
 import statistics
 from functools import partial
+from textwrap import fill
 
 import numpy as np
 
@@ -36,22 +38,27 @@ def seeds(rows, name):
     return [row for run, row in rows.items() if without_seed(run) == name]
 
 
-def panels(title, x, y="", grid=(1, 1), height=4.2):
+def panels(title, x, y="", grid=(1, 1), height=3.8, sharey=True):
     """-> the axes of a new figure, as an array (lines, columns) of panels with the same scales.
-    height: in hundreds of pixels."""
+    height: in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure((8.4, height))
-    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
-    figure.supxlabel(x, size=10)
+    figure = Figure((6, height))
+    figure.suptitle(fill(title, 66), x=0.01, ha="left", size=11, weight="bold")
+    figure.supxlabel(fill(x, 75), size=10)
     figure.supylabel(y, size=10)
-    return figure.subplots(*grid, sharex=True, sharey=True, squeeze=False)
+    return figure.subplots(*grid, sharex=True, sharey=sharey, squeeze=False)
 
 
 def write(axes, text, xy, shift=(6, 0), **style):
     """Write a text at a point of the data, shifted to the right and up."""
     style = dict(textcoords="offset points", va="center") | style
     axes.annotate(text, xy, shift, annotation_clip=False, **style)
+
+
+def fraction(axes, inches):
+    """-> inches as a fraction of a panel's height, to place texts."""
+    return inches * axes.get_gridspec().nrows / axes.figure.get_figheight()
 
 
 def label_ends(axes, ends):
@@ -61,7 +68,7 @@ def label_ends(axes, ends):
     axes.get_ylim()  # updates the transformation from data to heights, 0 to 1
     heights = [(axes.transScale + axes.transLimits).transform((1, y))[1] for y, _ in ends.values()]
     order = np.argsort(heights)
-    index = 0.05 * np.arange(len(order))
+    index = fraction(axes, 0.19) * np.arange(len(order))
     free = np.array(heights)[order] - index
     # The mean of two layouts: one pushes overlapping names up, the other pushes them down.
     up, down = np.maximum.accumulate(free), np.minimum.accumulate(free[::-1])[::-1]
@@ -75,9 +82,10 @@ def label_ends(axes, ends):
 def name_families(axes, schemes, x, y):
     """Write the names of the schemes' families in their colors, from a point in the axes (0 to 1)
     downward."""
+    style = dict(transform=axes.transAxes, bbox=dict(color="w", pad=1))
     for name, color in dict(map(family, schemes)).items():
-        axes.text(x, y, name, color=color, transform=axes.transAxes)
-        y -= 0.065
+        axes.text(x, y, name, color=color, **style)
+        y -= fraction(axes, 0.24)
 
 
 def dots(axes, values, line, color):
@@ -100,8 +108,8 @@ def draw_ranking(rows, both=True):
     title = "After 6 million tokens, schemes only added at the input are not below none; "
     title += "all others are"
     if both:
-        title = "After 49 million tokens, eight schemes are within .13 nats; "
-        title += "BERT's (abs) is .6 behind rope"
+        title = "After 49 M tokens, eight schemes are within .13 nats; "
+        title += "BERT's (abs) is .6 behind rope at 1.9 M parameters, .3 at twice the width"
 
     def number(pe, later):
         return schemes[pe][1][0] if later else statistics.mean(schemes[pe][0])
@@ -109,13 +117,12 @@ def draw_ranking(rows, both=True):
     order = sorted(schemes, key=lambda pe: number(pe, both))
     x = "validation loss of mlm (nats); a dot is a seed, the number "
     x += "that of seed 1337; gray: after 6 M tokens, their mean" if both else "their mean"
-    [[axes]] = panels(title, x, height=4.2 if both else 7.4)
+    [[axes]] = panels(title, x, height=4.4 if both else 7)
     name_lines(axes, order)
     for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):
-        name, color = family(pe)
+        color = family(pe)[1]
         tick.set_color(color)
         axes.axhline(line, color=LIGHT, zorder=0)
-        write(axes, name, (1, line), xycoords=("axes fraction", "data"), color=color)
         for later, values in enumerate(schemes[pe][: 1 + both]):
             shade = color if later == both else GRAY
             dots(axes, values, line, shade)
@@ -123,7 +130,8 @@ def draw_ranking(rows, both=True):
             text = f"{number(pe, later):.2f}"
             write(axes, text, (at(values), line), (shift, 0), ha=align, color=shade)
     axes.axvline(number("none", both), color="k", lw=0.8, ls=":", zorder=0)
-    axes.margins(x=0.1)
+    axes.margins(x=0.12)
+    name_families(axes, order, *((0.58, 0.53) if both else (0.48, 0.9)))
     return axes
 
 
@@ -175,10 +183,14 @@ def draw_plateau(rows):
     return axes
 
 
+def name_rate(pe, lr):
+    """-> a scheme's name, with the learning rate if it is not the usual one."""
+    return pe if lr == 3e-3 else f"{pe} ({lr:.0e})".replace("e-0", "e-")
+
+
 def draw_long(rows):
-    title = (
-        "BERT's positions (abs) begin to help after 16 M tokens; after 49 M they are .6 behind rope"
-    )
+    title = "BERT's positions (abs) begin to help after 16 M tokens; after 49 M "
+    title += "they are .6 behind rope (1.9 M parameters)"
     [[axes]] = panels(title, "millions of tokens (seed 1337)", "validation loss of mlm (nats)")
     axes.set_ylim(2.5, 7.2)  # room for the names
     curves = {}
@@ -186,7 +198,7 @@ def draw_long(rows):
         pe, lr, steps, seed = (row["args"][key] for key in ("pe", "lr", "steps", "seed"))
         if steps == 24000 and seed == 1337:
             points = [(2048 * step / 1e6, value) for step, value in row["val_curve"]]
-            curves[f"{pe} ({lr:.0e})".replace("e-0", "e-")] = points, pe
+            curves[name_rate(pe, lr)] = points, pe
     draw_curves(axes, curves)
     return axes
 
@@ -215,14 +227,15 @@ def draw_random_tokens(rows):
     title = (
         "Alone, position prediction rarely uses the tokens; after mlm or with enough of it, it does"
     )
-    x = f"what random tokens add to the loss of pplm (nats); a dot is a seed; used: above {USED}"
+    x = "what random tokens add to the loss of pplm (nats); a dot is a seed; "
+    x += f"at the right: the seeds that use the tokens (above {USED})"
     [[axes]] = panels(title, x)
     name_lines(axes, [*RANDOM_TOKENS.values()])
     for line, name in enumerate(RANDOM_TOKENS):
         costs = [cost_of_random_tokens(row) for row in seeds(rows, name)]
         axes.axhline(line, color=LIGHT, zorder=0)
         dots(axes, costs, line, ORANGE)
-        text = f"{sum(cost > USED for cost in costs)} of {len(costs)} use them"
+        text = f"{sum(cost > USED for cost in costs)} of {len(costs)}"
         write(axes, text, (1, line), xycoords=("axes fraction", "data"))
     axes.margins(x=0.03)
     return axes
@@ -243,8 +256,8 @@ def draw_alone(rows):
     style = dict(color=ORANGE, ha="right")
     text = f"seed 1337: uses the tokens\nfrom step {uses_tokens(first)} on"
     write(axes, text, (24000, 1.4), (-14, 0), **style)
-    text = f"seed 6, trained further\n(dashed): after {uses_tokens(more)} more"
-    write(axes, text, curve[-1], (4, -20), **style)
+    text = f"seed 6,\ntrained further:\nafter {uses_tokens(more)}\nmore"
+    write(axes, text, curve[-1], (4, -32), **style)
     write(axes, "the eight others", (10000, 1.67), color=BLUE)
     copy = copy_baseline(more)
     axes.axhline(copy, color="k", lw=1)
@@ -255,15 +268,15 @@ def draw_alone(rows):
 def draw_layers(rows):
     """Layer 0 is the embedding. Seeds 6 and 7 were trained for 3,000 more steps."""
     title = "In three of nine long runs of pplm alone, the spread rises more than a hundredfold"
-    grid = panels(title, "step; dotted: the tokens begin to lower the loss", SPREAD, (1, 4))
+    grid = panels(title, "step; dotted: the tokens begin to lower the loss", SPREAD, (2, 2), 5.4)
     colors = ["0.6", "#9ecae1", "#4292c6", "#2171b5", "#08306b"]
     panel_titles = {
         "classroom-16-30000-s1": "16 tokens, seed 1",
         "pplm-30000-s6": "64 tokens, seed 6",
-        "pplm-30000-s9": "64, seed 9: not yet",
-        "pplm-30000-s7": "64, 7: like 4 others",
+        "pplm-30000-s9": "64 tokens, seed 9: not yet",
+        "pplm-30000-s7": "64 tokens, seed 7: like 4 others",
     }
-    for axes, (name, panel_title) in zip(grid[0], panel_titles.items()):
+    for axes, (name, panel_title) in zip(grid.flat, panel_titles.items()):
         row = rows[name]
         more = rows.get(f"pplm-after-{name.removeprefix('pplm-')}", {"spreads": []})
         table = row["spreads"] + [[30000 + step, *spread] for step, *spread in more["spreads"]]
@@ -294,7 +307,7 @@ SPREADS = {
 def draw_spread(rows):
     title = "Runs that use the tokens (orange) end with a spread above .2, all others below .02"
     x = "step; 1 of 3: runs that use the tokens; a dot: they begin to lower the loss of pplm alone"
-    grid = panels(title, x, SPREAD, (2, 4))
+    grid = panels(title, x, SPREAD, (4, 2), 6.4)
     for axes, (name, label) in zip(grid.flat, SPREADS.items()):
         runs = seeds(rows, f"classroom-16-{name}")
         using = [cost_of_random_tokens(row) > USED for row in runs]
@@ -308,21 +321,27 @@ def draw_spread(rows):
 
 def draw_lengths(rows):
     """For each scheme the mean of its seeds."""
-    title = (
-        "On sequences four times as long, t5's loss rises by half a nat; deberta's, alibi's do not"
-    )
-    y = "change of the loss of mlm (nats), mean of 3 seeds"
-    [[axes]] = panels(title, "tokens per sequence (trained on 128)", y)
-    ends, found = {}, {}
-    for row in rows.values():
-        if without_seed(row["run"]).startswith("long-"):
-            found.setdefault(row["args"]["pe"], []).append([*row["lengths"].values()])
-    for pe, losses in found.items():
-        change, color = np.mean(losses, 0), family(pe)[1]
-        axes.plot(["128", "256", "512"], change - change[0], "o-", color=color)
-        ends[pe] = change[-1] - change[0], color
-    label_ends(axes, ends)
-    name_families(axes, ends, 0.05, 0.9)
+    title = "After 49 M tokens, every scheme loses on longer sequences than those of training; "
+    title += "after 6 M, deberta and alibi do not"
+    x, y = "tokens per sequence (means of one to three seeds)", "rise of the loss of mlm (nats)"
+    grid = panels(title, x, y, (2, 1), 6.4, sharey=False)
+    panel_titles = {128: "trained on 128 tokens, 6 M in all", 64: "trained on 64, 49 M in all"}
+    for axes, (trained_on, panel_title) in zip(grid.flat, panel_titles.items()):
+        rises, schemes = {}, {}
+        for row in rows.values():
+            pe, lr, block_size = (row["args"][key] for key in ("pe", "lr", "block_size"))
+            if "lengths" in row and block_size == trained_on:
+                losses = {int(length): loss for length, loss in row["lengths"].items()}
+                rise = [(length, loss - losses[block_size]) for length, loss in losses.items()]
+                name = name_rate(pe, lr)
+                schemes[name] = pe
+                rises.setdefault(name, []).append(rise)
+        draw_curves(axes, {name: (np.mean(rises[name], 0), schemes[name]) for name in rises})
+        axes.set_title(panel_title)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([64, 128, 256, 512], ["64", "128", "256", "512"])
+    axes.minorticks_off()
+    name_families(grid[0, 0], schemes.values(), 0.02, 0.9)
     return axes
 
 
@@ -375,9 +394,10 @@ def draw_race(rows):
             color = GRAY if name in RACERS else family(pe)[1]
             axes.plot(*zip(*curve), "--" if name in RACERS else "-", color=color)
             ends[RACERS.get(name, f"{pe} (ours)")] = curve[-1][1], color
+    axes.set_xticks(range(0, 21, 5))
     label_ends(axes, ends)
-    text = "dashed: transformers' models, which compute logits at every token"
-    axes.text(0.35, 0.92, text, transform=axes.transAxes)
+    text = "dashed: transformers' models,\nwhich compute logits at every token"
+    axes.text(0.35, 0.88, text, transform=axes.transAxes)
     return axes
 
 
@@ -405,5 +425,5 @@ def draw(folder, rows):
             paint(rows).figure.savefig(folder / file)
     terms = read_json(HERE / "terms.json")["runs"]  # of tools.terms
     title = "In abs, the position term varies only at [CLS] and [SEP]; TUPE's favors the next token"
-    title += "\n(abs was trained for longer, because it learns order later)"
-    draw_terms(folder / "terms.png", terms, title)
+    title += " (abs was trained for longer, because it learns order later)"
+    draw_terms(folder / "terms.png", terms, fill(title, 66))

@@ -11,6 +11,7 @@ import matplotlib
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 import finetune
 import model
@@ -103,13 +104,17 @@ def overlapping_texts(axes):
 
 @pytest.mark.slow
 def test_figures():
-    """Every figure is drawn, and no labels overlap. The rankings' titles follow from the rows."""
+    """Every figure is drawn, no labels overlap, and all are at least 9 pixels high on a phone of
+    390. The titles of the rankings and of the lengths follow from the rows."""
     rows, found = run.all_rows(), {}
     files = {file.name for file in (run.HERE.parent / "docs" / "figures").iterdir()}
     assert {*figures.FIGURES, "terms.png", "maps.png", "maps-long.png"} == files
     with matplotlib.rc_context(figures.STYLE):
         for file, paint in figures.FIGURES.items():
-            found[file] = overlapping_texts(paint(rows))
+            axes = paint(rows)
+            found[file] = overlapping_texts(axes)
+            points = min(text.get_fontsize() for text in axes.figure.findobj(Text))
+            assert points / 72 * 390 / axes.figure.get_figwidth() >= 9, file
     assert not any(found.values()), found
     losses = {pe: sum(x) / len(x) for pe, (x, _) in show.scheme_losses(rows).items()}
     gains = {pe: losses["none"] - loss for pe, loss in losses.items() if pe != "none"}
@@ -118,6 +123,14 @@ def test_figures():
     later = {pe: x[0] for pe, (_, x) in show.scheme_losses(rows).items() if x}  # seed 1337
     close = [pe for pe in later if later[pe] < min(later.values()) + 0.135]
     assert len(close) == 8 and 0.55 < later["abs"] - later["rope"] < 0.65
+    wide = {pe: rows[f"lab-{pe}-12000"]["val_loss"] for pe in ("abs", "rope")}
+    assert 0.25 < wide["abs"] - wide["rope"] < 0.35
+    for name, row in rows.items():
+        first, *_, last = row.get("lengths", {64: 0, 512: 1}).values()
+        if re.match("long-(deberta|alibi)", name):
+            assert last < first + 0.01
+        elif row["args"]["block_size"] == 64:
+            assert last > first
 
 
 def test_what_cannot_be_made(monkeypatch, capsys, tmp_path):

@@ -6,6 +6,7 @@ Each run is shown with the head whose logits depend most on positions. Writes te
 matplotlib is installed, terms.png.
 """
 
+import math
 import os
 
 import numpy as np
@@ -68,31 +69,33 @@ def logit_terms(encoder, tokens):
 
 
 def draw_terms(file, runs, title=None):
-    """Draw the maps of split_logits, one row and color scale per run -> PNG."""
+    """Draw the maps of split_logits, three per line and one color scale per run -> PNG."""
     from matplotlib.figure import Figure
 
-    columns = max(len(run["maps"]) for run in runs)
-    figure = Figure(figsize=(8.4, 2.45 * len(runs)), layout="constrained")
+    lines = [math.ceil(len(run["maps"]) / 3) for run in runs]
+    figure = Figure(figsize=(6, 0.5 + 2.5 * sum(lines)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
-    for line, run in enumerate(runs):
+    parts = figure.subfigures(len(runs), height_ratios=lines, squeeze=False)[:, 0]
+    for run, part, n_lines in zip(runs, parts, lines):
         # The softmax ignores what a row has in common.
         maps = {title: A - np.mean(A, 1, keepdims=True) for title, A in run["maps"].items()}
         limit = np.percentile(np.abs([*maps.values()]), 99)
-        ticks, n_empty = range(len(run["tokens"])), columns - len(maps)
+        tokens, last = run["tokens"], len(run["tokens"]) - 1
         for n, (title, A) in enumerate(maps.items()):
-            column = n + n_empty if n else 0  # the first term at the left, the others at the right
-            ax = figure.add_subplot(len(runs), columns, line * columns + column + 1)
-            image = ax.imshow(A, "PuOr", clim=(-limit, limit))
-            ax.set_title(title.replace(": ", "\n"), fontsize=8.5)
-            ax.set_xticks(ticks, run["tokens"], rotation=90, fontsize=8, parse_math=False)
-            ax.set(yticks=[], xlabel="key $j$")
-            sign = "=" if title.startswith("sum") else "+"
-            ax.set_ylabel(sign, rotation=0, ha="right", va="center", fontsize=14)
-            if n == 0:
-                ax.set_yticks(ticks, run["tokens"], fontsize=8, parse_math=False)
-                label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}\nquery $i$"
-                ax.set_ylabel(label, rotation=90, ha="center", va="bottom", fontsize=9)
-        figure.colorbar(image, fraction=0.046, label="logit minus its row's mean")
+            ax = part.add_subplot(n_lines, 3, n + 1)
+            image = ax.imshow(A, "PuOr", clim=(-limit, limit), aspect="auto")
+            sign = "= " if title.startswith("sum") else "+ " if n else ""
+            ax.set_title(sign + title.replace(": ", "\n"), fontsize=10)
+            ax.set(xticks=[], yticks=[])
+            if n + 3 >= len(maps):  # nothing stands below
+                ax.set_xticks([0, last], [tokens[0], tokens[last]], parse_math=False)
+                ax.set_xlabel("key $j$")
+            if n % 3 == 0:
+                ax.set_yticks(range(last + 1), tokens, parse_math=False)
+                ax.set_ylabel("query $i$")
+        label = f"{run['pe']}, {run['step']:,} steps, head {run['head']}"
+        part.suptitle(label, size=10, weight="bold")
+        part.colorbar(image, ax=part.axes, aspect=40, label="logit minus its row's mean")
     figure.savefig(file, dpi=200)
 
 
