@@ -144,14 +144,15 @@ def draw_docs_ranking(ranked, mine=None, remark=""):
     by_loss = sorted(losses, key=lambda pe: statistics.mean(losses[pe]))
     name_lines(axes, by_loss)
     for line, (pe, tick) in enumerate(zip(by_loss, axes.get_yticklabels())):
-        name, color = ("yours", "k") if pe == mine else family(pe)
+        color = "k" if pe == mine else family(pe)[1]
         tick.set(color=color, weight="bold" if pe == mine else None)
         axes.axhline(line, color=LIGHT, zorder=0)
-        write(axes, name, (1, line), xycoords=("axes fraction", "data"), color=color)
         dots(axes, losses[pe], line, color)
         text = f"{statistics.mean(losses[pe]):.2f}"
+        text += " (yours)" if pe == mine else ""
         write(axes, text, (max(losses[pe]), line), (7, 0), color=color)
-    axes.margins(x=0.1)
+    axes.margins(x=0.12)
+    name_families(axes, [pe for pe in by_loss if pe != mine], 0.55, 0.9)
     return axes
 
 
@@ -354,14 +355,14 @@ def draw_order(rows, found=None, mine=None):
     found = found or order.accuracies()
     bag, tasks = found["bag"], [*found["bag"]]
     schemes = sorted((pe for pe in found if pe != "bag"), key=lambda pe: -gain(found[pe], bag))
-    figure = Figure((8.4, 1.9 + 0.235 * len(schemes)))
+    figure = Figure((6, 2.6 + 0.2 * len(schemes)))
     title = "Only rope finds the token after a marker; alibi cannot tell left from right; t5 cannot"
-    title += "\ntell distant tokens apart; tables of positions end where training ended"
-    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
+    title += " tell distant tokens apart; tables of positions end where training ended"
+    figure.suptitle(fill(title, 66), x=0.01, ha="left", size=11, weight="bold")
     for n, axes in enumerate(figure.subplots(1, 3, sharey=True)):
         gains = [[(found[pe][t][n] - bag[t][n]) / (1 - bag[t][n]) for t in tasks] for pe in schemes]
         image = axes.imshow(np.clip(gains, 0, 1), "Blues", vmin=0, vmax=1, aspect="auto")
-        axes.set_title(("32 tokens, as in training", "64 tokens", "128 tokens")[n])
+        axes.set_title(("32 (training)", "64 tokens", "128 tokens")[n])
         axes.set_xticks(range(len(tasks)), tasks, rotation=90)
         axes.set_yticks(range(len(schemes)), schemes)
         axes.tick_params(length=0)
