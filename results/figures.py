@@ -383,6 +383,39 @@ def gain(accuracy, bag):
 RACERS = {"Roberta": "RoBERTa (abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
 
 
+def draw_rotation(rows):
+    """A query and a key as rope rotates them, at positions 1 and 3, and four positions later. The
+    text can be read on a page of 390 pixels."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Arc, Wedge
+
+    figure = Figure((8.4, 3.5))
+    title = "Four positions later, both vectors are rotated further:\n"
+    title += "the angle between them, and so their product, stays"
+    figure.suptitle(title, x=0.01, ha="left", size=17, weight="bold")
+    w = 15  # degrees per position
+    for axes, moved in zip(figure.subplots(1, 2), (0, 4)):
+        axes.set(aspect="equal", xlim=(-1.25, 1.35), ylim=(-0.08, 1.3))
+        axes.axis("off")
+        q_angle, k_angle = w * (1 + moved), 45 + w * (3 + moved)
+        axes.add_patch(Wedge((0, 0), 0.7, q_angle, k_angle, color=LIGHT))
+        for text, start, end, radius, color in [
+            (f"$q$ at {1 + moved}", 0, q_angle, 0.8, BLUE),
+            (f"$k$ at {3 + moved}", 45, k_angle, 0.88, ORANGE),
+            (f"{k_angle - q_angle}°", 0, (q_angle + k_angle) / 2, 0, "k"),
+        ]:
+            x, y = np.cos(np.deg2rad([start, end])), np.sin(np.deg2rad([start, end]))
+            distance = 1.06 if radius else 0.4
+            style = dict(size=17, ha="center", va="bottom", color=color)
+            axes.text(distance * x[1], distance * y[1], text, **style)
+            if radius:
+                axes.plot([0.7 * x[0], x[0]], [0.7 * y[0], y[0]], ":", color="0.5", lw=2)
+                axes.plot([0, x[1]], [0, y[1]], color=color, lw=3)
+                arc = dict(theta1=start, theta2=end, color=color)
+                axes.add_patch(Arc((0, 0), 2 * radius, 2 * radius, **arc))
+    return axes
+
+
 def draw_race(rows):
     title = "In twenty minutes ours take 3 to 4 times as many steps: logits at masked tokens only"
     [[axes]] = panels(title, "minutes of training", "validation loss of mlm (nats)")
@@ -414,6 +447,7 @@ FIGURES = {
     "lengths.png": draw_lengths,
     "race.png": draw_race,
     "order.png": draw_order,
+    "rotation.png": draw_rotation,
 }
 
 
