@@ -3,6 +3,8 @@ order.jsonl, and what the pages show of them."""
 
 import statistics
 
+import numpy as np
+import pandas
 import torch
 
 from lib.device import git_commit, processor_name
@@ -50,6 +52,35 @@ def accuracies(file=ROWS):
         pe: {t: [statistics.mean(x) for x in zip(*(run[t] for run in group))] for t in group[0]}
         for pe, group in runs.items()
     }
+
+
+def correlations(losses, file=ROWS, samples=1000):
+    """Does a task predict the loss? losses: {pe: (losses after 6 M tokens, losses after 49 M)} ->
+    a line per task: Spearman's r of minus the mean loss and the accuracy on sequences of 32 tokens
+    during training (its mean over the steps: what is learned, and how soon), with the 95% interval
+    of a bootstrap over schemes."""
+    during = {}
+    for row in read_jsonl(file):
+        for task, curve in row.get("curve", {}).items():
+            mean = statistics.mean(accuracy for _, accuracy in curve)
+            during.setdefault(task, {}).setdefault(row["pe"], []).append(mean)
+    generator, found = np.random.default_rng(0), []
+    for task, by_scheme in during.items():
+        found.append({"task": task})
+        for n, tokens in enumerate(("6 M", "49 M")):
+            schemes = [pe for pe in by_scheme if losses[pe][n]]
+            x = np.array([statistics.mean(by_scheme[pe]) for pe in schemes])
+            y = np.array([-statistics.mean(losses[pe][n]) for pe in schemes])
+            draws = generator.integers(0, len(x), (samples, len(x)))
+            rs = [spearman(x[draw], y[draw]) for draw in draws]
+            low, high = np.nanpercentile(rs, (2.5, 97.5))
+            text = f"{spearman(x, y):.2f} ({low:.2f} to {high:.2f})"
+            found[-1][f"r after {tokens} tokens, {len(x)} schemes"] = text
+    return found
+
+
+def spearman(x, y):
+    return pandas.Series(x).rank().corr(pandas.Series(y).rank())
 
 
 def lines(schemes, found):
