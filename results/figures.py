@@ -7,7 +7,7 @@ from textwrap import fill
 
 import numpy as np
 
-from lib.files import read_json
+from lib.files import read_json, read_jsonl
 from results import order
 from results.show import (
     FAMILIES,
@@ -380,6 +380,32 @@ def gain(accuracy, bag):
     return statistics.mean((accuracy[t][0] - bag[t][0]) / (1 - bag[t][0]) for t in bag)
 
 
+CELLS = {
+    "abs": ("at the input (abs)", BLUE),
+    "qk_layer_1": ("queries and keys, layer 1", GRAY),
+    "qk_values": ("queries, keys, values", "#D55E00"),
+    "qk_input": ("queries, keys, input", "#D55E00"),
+    "qk": ("queries and keys", "#009E73"),
+    "qk_pp": ("the same, no mixed terms", "#009E73"),
+    "tupe_a": ("TUPE (tupe_a)", "#CC79A7"),
+}
+
+
+def draw_cells(rows):
+    """Training losses on docs of variants between abs and tupe_a (results/cells.py)."""
+    title = "Positions in queries and keys alone, through the tokens' own matrices, do almost as "
+    title += "well as TUPE; added to the values, too, they slow learning"
+    [[axes]] = panels(title, "step (docs, seed 1337)", "training loss of mlm (nats)")
+    curves = {pe: rows[f"docs-{pe}-s1337"]["curve"] for pe in ("abs", "tupe_a")}
+    for row in read_jsonl(HERE / "cells.jsonl"):
+        if row["task"] == "docs" and row["seed"] == 1337:
+            curves.setdefault(row["cell"], row["curve"])
+    for name, (_, color) in CELLS.items():
+        axes.plot(*zip(*curves[name]), color=color)
+    label_ends(axes, {label: (curves[n][-1][1], color) for n, (label, color) in CELLS.items()})
+    return axes
+
+
 RACERS = {"Roberta": "RoBERTa (abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
 
 
@@ -447,6 +473,7 @@ FIGURES = {
     "lengths.png": draw_lengths,
     "race.png": draw_race,
     "order.png": draw_order,
+    "cells.png": draw_cells,
     "rotation.png": draw_rotation,
 }
 
