@@ -1,9 +1,10 @@
 """What makes TUPE faster than BERT's positions? Variants between the two (`cells`), each trained on
-an order task or on docs; a row for each run is appended to cells.jsonl.
+an order task, on docs or on Wikipedia and books; a row for each run is appended to cells.jsonl.
 
     python -m results.cells                              # the table
     python -m results.cells order abs qk qk_pp           # name the left neighbor of 4,096 tokens
     python -m results.cells docs qk qk_pp --seeds 1337 1
+    TEXT='texts/*.jsonl.xz' python -m results.cells web qk qk_pp --seeds 1337
 
 In BERT, x_i + p_i is the input of layer 1. Here, as in TUPE, p has its own LayerNorm and enters the
 queries and keys of every layer. But it passes through the tokens' own matrices W_Q and W_K:
@@ -15,6 +16,7 @@ CELLS lists what the others change.
 """
 
 import math
+import os
 import shlex
 import tempfile
 
@@ -34,6 +36,7 @@ from tools.output import print_table
 
 ROWS = HERE / "cells.jsonl"
 NEIGHBOR = "--vocab 4096 --steps 600"  # flags of tools.order
+TEXTS = {"docs": "", "web": '--steps 3000 --dataset "$TEXT" --tokenizer bpe'}  # of train.py
 
 
 class Positions(Component):
@@ -172,7 +175,7 @@ def run(task, cell, seed, flags, file=ROWS):
     else:
         with tempfile.TemporaryDirectory() as folder:
             given = ["--pe", cell, "--seed", str(seed), "--out_dir", folder]
-            train.main([*given, *shlex.split(flags)])
+            train.main([*given, *map(os.path.expandvars, shlex.split(f"{TEXTS[task]} {flags}"))])
             _, *lines = read_jsonl(f"{folder}/log.jsonl")
         curve = [[line["step"], round(line["loss"], 4)] for line in lines]
         found = {"loss": lines[-1]["val_loss"], "curve": curve}
@@ -183,7 +186,7 @@ def run(task, cell, seed, flags, file=ROWS):
 
 def table(rows):
     """Rows of cells.jsonl -> a line per cell: the accuracies of its seeds after 200, 300 and 600
-    steps of the order task, and its losses on docs."""
+    steps of the order task, and its losses on docs and on Wikipedia and books."""
     lines = {}
     for row in rows:
         name = f"{row['cell']} {row['flags']}".strip()
@@ -194,7 +197,7 @@ def table(rows):
             for step in (200, 300, 600):
                 line.setdefault(f"at step {step}", []).append(f"{curve.get(step, math.nan):.2f}")
         else:
-            line.setdefault("docs", []).append(f"{row['loss']:.2f}")
+            line.setdefault(row["task"], []).append(f"{row['loss']:.2f}")
     return [
         {column: ", ".join(x) if isinstance(x, list) else x for column, x in line.items()}
         for line in lines.values()
@@ -203,7 +206,7 @@ def table(rows):
 
 def main(argv=None):
     parser = Parser("-m results.cells", __doc__)
-    parser.add_argument("task", nargs="?", choices=("order", "docs"), help="what to train on")
+    parser.add_argument("task", nargs="?", choices=("order", *TEXTS), help="what to train on")
     parser.add_argument("cells", nargs="*", help="cells, or schemes of model.py")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="random seeds")
     parser.add_argument("--flags", default="", help="more flags of tools.order or train.py")
