@@ -55,8 +55,12 @@ tupe_r_factored     TUPE sec 5      bias           tupe_r with b_r = (a_r F_Q) .
                                                    failed attempt
 deberta             He 2021         scores         (q_i . k_j + q_i . a_r U_K + k_j . a_-r U_Q)
                                                    / sqrt(3D), U_K and U_Q per layer
+xl                  Dai 2019        scores         ((q_i + u) . k_j + (q_i + v) . a_r W) / sqrt(D),
+                                                   a_r sinusoids of r, W per layer
 rope                Su 2021         edit_qk        q and k rotated by their position
 alibi               Press 2021      bias           -slope_h |r|
+alibi_ns            Press's code    bias           -slope_h |r| to the left; to the right, with the
+                                                   slopes of the heads in reverse order
 
 Wang 2021's sums are abs+rel, abs+rsin, abs+rlsin, lsin+rel, lsin+rsin, lsin+rlsin. Other sums are
 legal too: rope+t5, abs+alibi, sin+rel_k. A component with `combinable = False` cannot be
@@ -88,7 +92,7 @@ class EncoderConfig:
     d_model: int = 128  # C
     d_ff: int = 512  # hidden dimension of the feed-forward layer
     max_len: int = 64  # positions in the tables; the longest sequence of the schemes that have one
-    max_offset: int = 64  # rel, rel_k, rsin, rlsin, deberta, tupe_r_factored clip offsets to +-64
+    max_offset: int = 64  # vectors of offsets (rel, deberta, ...) are clipped to +-64
     t5_max_distance: int = 128  # t5: from here on, all distances share a bucket; at least 16
     rope_base: float = 10000.0  # rope: the frequencies are base^(-2k/D)
     rope_scale: float = 1.0  # rope: positions are divided by it (position interpolation)
@@ -874,6 +878,13 @@ class RelativeKeys(Component):
         return offset_scores(q, self.layers[layer].weight, pos)
 
 
+def offset_sinusoids(max_offset, w, masked):
+    """Frequencies w (width/2,), a vector for pairs with a masked position (width,) -> a (R, width),
+    the sinusoids of the offsets -max_offset to max_offset, and that vector."""
+    r = torch.arange(-max_offset, max_offset + 1, device=w.device)
+    return torch.cat((sinusoids(r, w), masked[None]))
+
+
 class RelativeSinusoidal(Component):
     """rel with sinusoids of the signed offset r (deviation: NEZHA's code takes those of r + 64)."""
 
@@ -889,8 +900,7 @@ class RelativeSinusoidal(Component):
     def vectors(self):
         """-> a (R, D)."""
         w = self.w if self.learned else frequencies(len(self.masked), self.masked)
-        r = torch.arange(-self.max_offset, self.max_offset + 1, device=w.device)
-        return torch.cat((sinusoids(r, w), self.masked[None]))
+        return offset_sinusoids(self.max_offset, w, self.masked)
 
     def scores(self, q, k, pos, layer):
         return offset_scores(q, self.vectors(), pos)
@@ -901,6 +911,31 @@ class RelativeSinusoidal(Component):
 
 class LearnedRelativeSinusoidal(RelativeSinusoidal):
     learned = True
+
+
+class TransformerXL(Component):
+    """Sinusoids of the offset, projected in each layer, and learned vectors u and v of each head,
+    which give a key and an offset a logit of their own, whatever the query is (Dai et al. 2019,
+    XLNet; deviation: offsets are clipped to max_offset).
+
+    s_ij = ((q_i + u) . k_j + (q_i + v) . a_r W) / sqrt(D)
+    """
+
+    needs_even = "d_model"
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.max_offset, C = cfg.max_offset, cfg.d_model
+        self.masked = normal(C)
+        self.u, self.v = normal(cfg.n_head, 1, cfg.d_head), normal(cfg.n_head, 1, cfg.d_head)
+        self.layers = nn.ModuleList(linear(C, C, bias=False) for _ in range(cfg.n_layer))  # W
+
+    def scores(self, q, k, pos, layer):
+        w = frequencies(len(self.masked), self.masked)
+        a = self.layers[layer](offset_sinusoids(self.max_offset, w, self.masked))  # (R, C)
+        a = a.unflatten(-1, (q.size(1), -1)).transpose(0, 1)  # (H, R, D)
+        of_key = self.u.to(k.dtype) @ k.transpose(-1, -2)  # (B, H, 1, L)
+        return of_key + offset_scores(q + self.v.to(q.dtype), a, pos)
 
 
 class Deberta(Component):
@@ -952,6 +987,8 @@ class FactoredBias(Component):
 class Alibi(Component):
     """-slope_h |r|, symmetric, for an encoder, with the published slopes for any H (Press 2021)."""
 
+    reverse = False
+
     def __init__(self, cfg):
         super().__init__(cfg)
         self.masked = normal(cfg.n_head)
@@ -966,8 +1003,17 @@ class Alibi(Component):
 
     def bias(self, pos):
         slopes, masked = self.slopes()[:, None, None], self.masked[:, None, None]  # (H, 1, 1)
-        distance = pos.offsets.abs()[:, None]  # (1 or B, 1, L, L)
-        return torch.where(pos.masked_pairs[:, None], masked, -slopes * distance)
+        offsets = pos.offsets[:, None]  # (1 or B, 1, L, L)
+        if self.reverse:
+            slopes = torch.where(offsets > 0, slopes.flip(0), slopes)  # (1 or B, H, L, L)
+        return torch.where(pos.masked_pairs[:, None], masked, -slopes * offsets.abs())
+
+
+class AlibiNonsymmetric(Alibi):
+    """For tokens to the right, the heads have the slopes in reverse order, so that a head leans to
+    one side and can tell left from right."""
+
+    reverse = True
 
 
 class TupeATieCls(Tupe):
@@ -1047,7 +1093,7 @@ SCHEMES = {
     "tupe_a_tie_cls": [TupeATieCls], "tupe_r_tie_cls": [TupeRTieCls],
     "t5_untie_cls": [T5UntieCls], "bert_r_untie_cls": [Absolute, T5UntieCls],
     "tupe_a_free": [TupeFree], "tupe_r_factored": [TupeRFactored], "deberta": [Deberta],
-    "rope": [Rotary], "alibi": [Alibi],
+    "xl": [TransformerXL], "rope": [Rotary], "alibi": [Alibi], "alibi_ns": [AlibiNonsymmetric],
 }
 # fmt: on
 PE_NAMES = list(SCHEMES)

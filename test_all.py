@@ -152,8 +152,14 @@ def head_weights(encoder, layer, h):
         elif name == "deberta":
             w.a, both = part.table.weight, part.layers[layer].weight.chunk(2)
             w.U_K, w.U_Q = both[0][rows].T, both[1][rows].T
-        elif name == "alibi":
-            w.slope, w.masked = 2 ** (-8 * (h + 1) / cfg.n_head), part.masked[h]
+        elif name == "xl":
+            waves = (naive.sinusoid(r, naive.frequencies(cfg.d_model)) for r in range(-64, 65))
+            w.a = torch.stack([*waves, part.masked])
+            w.u, w.v, w.W = part.u[h, 0], part.v[h, 0], part.layers[layer].weight[rows].T
+        elif name in ("alibi", "alibi_ns"):
+            other = h if name == "alibi" else cfg.n_head - 1 - h
+            w.left, w.right = (2 ** (-8 * (x + 1) / cfg.n_head) for x in (h, other))
+            w.masked = part.masked[h]
         elif name == "tupe_a_free":
             w.M, w.theta = part.table[h], part.theta.view(2, -1)[:, h]
         elif name == "t5":
@@ -280,6 +286,7 @@ def test_joint_permutation_permutes_the_output(pe):
 
 
 RELATIVE = "none rel rel_k rsin rlsin t5 t5_untie_cls rope alibi deberta rope+t5 rel+alibi".split()
+RELATIVE += ["xl", "alibi_ns"]
 
 
 @pytest.mark.parametrize("pe", [*ALL_PE, "rel+alibi"])

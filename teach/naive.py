@@ -12,8 +12,8 @@ training task hides positions), and r = pos[j] - pos[i] is the offset of a pair.
 weights of a scheme, as this head of this layer uses them:
 
     w.p          a vector (C,) per position; the last one is for masked positions
-    w.a          a vector per offset, (D,) or for deberta and tupe_r_factored (C,): row r + 64, with
-                 r clipped to +-64; the last one is for pairs with a masked position
+    w.a          a vector per offset, (D,) or for deberta, xl and tupe_r_factored (C,): row r + 64,
+                 with r clipped to +-64; the last one is for pairs with a masked position
     w.b          a number per bucket of offsets; the last one is for pairs with a masked position
     w.U_Q, w.U_K matrices (C, D) that project w.p (TUPE, bert_ad) or w.a (deberta); so do w.F_Q and
                  w.F_K in tupe_r_factored
@@ -21,7 +21,9 @@ weights of a scheme, as this head of this layer uses them:
                  computes them from two vectors)
     w.M          a number per pair of positions (tupe_a_free)
     w.w          the frequencies of sin and lsin
-    w.slope      a number, and w.masked another for pairs with a masked position (alibi)
+    w.left, w.right, w.masked   slopes for tokens to the left and to the right (the same in alibi),
+                 and a number for pairs with a masked position
+    w.u, w.v, w.W   vectors (D,) and a matrix (C, D) that projects w.a (xl)
 
 RPP is the paper on relative position prediction (Brüel-Gabrielsson & Scarvelis 2022), TUPE is Ke
 et al. (2021), TACO is Fu et al. (2022), and Wang 2021 is "On Position Embeddings in BERT".
@@ -60,8 +62,11 @@ def logit(scheme, q, k, i, j, pos, weights):
             s += q[i] @ w.a[offset_row(r, masked)] / sqrt(D)
         elif name == "t5":  # TUPE eq 5: a number per bucket, whatever the tokens are
             s += w.b[32 if masked else bucket(r)]
-        elif name == "alibi":  # decreases with the distance
-            s += w.masked if masked else -w.slope * abs(r)
+        elif name in ("alibi", "alibi_ns"):  # decreases with the distance, here by side
+            s += w.masked if masked else -(w.right if r > 0 else w.left) * abs(r)
+        elif name == "xl":  # Transformer-XL: u and v stand for a query that is always the same
+            a = w.a[offset_row(r, masked)] @ w.W
+            s += (w.u @ k[j] + (q[i] + w.v) @ a) / sqrt(D)
         elif name == "rope":  # rotate both; their product then depends on the offset alone
             q_i, k_j = rotate(q_i, pos[i]), rotate(k_j, pos[j])
         elif name == "deberta":  # content-to-position and position-to-content
