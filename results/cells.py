@@ -47,6 +47,7 @@ class Positions(Component):
     layers_with = None  # all layers
     layer_norm, in_values, at_input, reset = True, False, False, False
     separate = False  # U_Q and U_K instead of W_Q and W_K
+    size = 1  # of the initial p, in units of N(0, 0.02)
     xavier = False  # W_Q and W_K initialized as TUPE's U_Q and U_K
 
     def __init__(self, cfg):
@@ -54,6 +55,8 @@ class Positions(Component):
         self.max_len = cfg.max_len
         self.untied = UntiedPositions(cfg) if self.separate else None
         self.table = None if self.separate else embedding(cfg.max_len + 1, cfg.d_model)
+        if self.size != 1:
+            self.table.weight.data *= self.size
         self.norm = nn.LayerNorm(cfg.d_model) if self.layer_norm else nn.Identity()
         if self.reset:
             self.theta = model.normal(2 * cfg.n_head)
@@ -142,6 +145,10 @@ CELLS = {  # name: (what it is, a class or what it changes in qk)
     "qk_pp_input": ("qk_pp, p also at the input, as in abs", {"terms": PP, "at_input": True}),
     "qk_layer_1": ("qk, only in layer 1", {"layers_with": 0}),
     "qk_no_norm": ("qk, without the LayerNorm of p", {"layer_norm": False}),
+    "qk_large": (
+        "the same, initial p 50 times as large",
+        {"layer_norm": False, "size": 50},
+    ),
     "qk_pp_2d": ("qk_pp, over sqrt(2D)", {"terms": PP, "scale_terms": 2}),
     "qk_pp_2d_reset": (
         "the same, [CLS] reset",

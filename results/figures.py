@@ -156,7 +156,7 @@ def draw_docs_ranking(ranked, mine=None, remark=""):
     return axes
 
 
-def draw_mine(folder, ranked, found, mine, reasons):
+def draw_mine(folder, rows, ranked, found, mine, reasons):
     """The ranking of docs and the order tasks, with scheme `mine` marked; reasons: why its losses
     are not comparable, if so."""
     import matplotlib
@@ -164,7 +164,7 @@ def draw_mine(folder, ranked, found, mine, reasons):
     with matplotlib.rc_context(STYLE):
         remark = f" (not comparable: {'; '.join(reasons)})" if reasons else ""
         draw_docs_ranking(ranked, mine, remark).figure.savefig(folder / "ranking.png")
-        draw_order({}, found, mine).figure.savefig(folder / "order.png")
+        draw_order(rows, found, mine).figure.savefig(folder / "order.png")
 
 
 def draw_curves(axes, curves):
@@ -353,11 +353,12 @@ def draw_order(rows, found=None, mine=None):
     from matplotlib.figure import Figure
 
     found = found or order.accuracies()
+    ranked = [pe for pe in scheme_losses(rows) if pe != mine]  # by their loss after 6 M tokens
+    schemes = [pe for pe in found if pe not in ("bag", *ranked)] + ranked
     bag, tasks = found["bag"], [*found["bag"]]
-    schemes = sorted((pe for pe in found if pe != "bag"), key=lambda pe: -gain(found[pe], bag))
     figure = Figure((6, 2.6 + 0.2 * len(schemes)))
-    title = "Only rope finds the token after a marker; alibi cannot tell left from right; t5 cannot"
-    title += " tell distant tokens apart; tables of positions end where training ended"
+    title = "alibi cannot tell left from right, and t5 cannot name distant tokens; only schemes "
+    title += "whose logits compare tokens with offsets find the token after a marker"
     figure.suptitle(fill(title, 66), x=0.01, ha="left", size=11, weight="bold")
     for n, axes in enumerate(figure.subplots(1, 3, sharey=True)):
         gains = [[(found[pe][t][n] - bag[t][n]) / (1 - bag[t][n]) for t in tasks] for pe in schemes]
@@ -375,13 +376,9 @@ def draw_order(rows, found=None, mine=None):
     return figure.axes[0]
 
 
-def gain(accuracy, bag):
-    """The mean over tasks of what positions add at the length of training."""
-    return statistics.mean((accuracy[t][0] - bag[t][0]) / (1 - bag[t][0]) for t in bag)
-
-
 CELLS = {
     "abs": ("at the input (abs)", BLUE),
+    "qk_no_norm": ("queries and keys, small", BLUE),
     "qk_layer_1": ("queries and keys, layer 1", GRAY),
     "qk_values": ("queries, keys, values", "#D55E00"),
     "qk_input": ("queries, keys, input", "#D55E00"),
@@ -393,8 +390,8 @@ CELLS = {
 
 def draw_cells(rows):
     """Training losses on docs of variants between abs and tupe_a (results/cells.py)."""
-    title = "Positions in queries and keys alone, through the tokens' own matrices, do almost as "
-    title += "well as TUPE; added to the values, too, they slow learning"
+    title = "Large position vectors that only queries and keys see do almost as well as TUPE, with "
+    title += "the tokens' own matrices; small ones do as little as BERT's"
     [[axes]] = panels(title, "step (docs, seed 1337)", "training loss of mlm (nats)")
     curves = {pe: rows[f"docs-{pe}-s1337"]["curve"] for pe in ("abs", "tupe_a")}
     for row in read_jsonl(HERE / "cells.jsonl"):

@@ -11,6 +11,7 @@ from lib.device import git_commit, processor_name
 from lib.files import append_jsonl, read_jsonl
 from results.show import HERE
 from tools import order
+from tools.output import print_table
 
 ROWS, SEEDS = HERE / "order.jsonl", range(3)
 
@@ -68,7 +69,7 @@ def correlations(losses, file=ROWS, samples=1000):
     for task, by_scheme in during.items():
         found.append({"task": task})
         for n, tokens in enumerate(("6 M", "49 M")):
-            schemes = [pe for pe in by_scheme if losses[pe][n]]
+            schemes = [pe for pe in by_scheme if pe in losses and losses[pe][n]]
             x = np.array([statistics.mean(by_scheme[pe]) for pe in schemes])
             y = np.array([-statistics.mean(losses[pe][n]) for pe in schemes])
             draws = generator.integers(0, len(x), (samples, len(x)))
@@ -90,3 +91,15 @@ def lines(schemes, found):
         | {pe: ", ".join(f"{x:.2f}" for x in found[pe][task]) for pe in (*schemes, "bag")}
         for task in order.TASKS
     ]
+
+
+def show(losses):
+    """Print the accuracies of all schemes, and what predicts their losses (correlations)."""
+    found = accuracies()
+    print("accuracy in order tasks on 32, 64 and 128 tokens, trained on 32; means over seeds\n")
+    table = lines([pe for pe in found if pe != "bag"], found)
+    columns = {pe: [line[pe] for line in table] for pe in found}
+    names = [line["task"] for line in table]
+    print_table([{"scheme": pe} | dict(zip(names, values)) for pe, values in columns.items()])
+    print("\nSpearman's r with minus the loss on Wikipedia and books (order.correlations)\n")
+    print_table(correlations(losses))

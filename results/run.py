@@ -50,6 +50,7 @@ from results.show import (
     join_seeds,
     leaves_plateau,
     longest_sequence,
+    scheme_losses,
     show,
     without_seed,
 )
@@ -349,7 +350,7 @@ def run_mine(flags):
     print("\naccuracy in order tasks (tools.order) on 32, 64 and 128 tokens, trained on 32")
     found = order.accuracies() | order.accuracies(root / "order.jsonl")
     print_table(order.lines(dict.fromkeys((pe, "rope", "tupe_r")), found))
-    draw_mine(home, ranked, found, pe, why)
+    draw_mine(home, rows, ranked, found, pe, why)
     print(
         f"\nfigures: {home}/ranking.png, order.png, maps.png (the others': docs/figures/maps.png)"
     )
@@ -398,6 +399,8 @@ def main(argv=None):
         if "order" in asked and not args.draw:
             order.run([pe for pe in SCHEMES if pe not in ALIASES])
         rows = all_rows()
+        if "order" in asked:
+            order.show(scheme_losses(rows))
         for table, runs in TABLES.items():
             if not asked or table in {table for table, _ in wanted}:
                 show(table, runs, rows)
