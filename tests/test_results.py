@@ -200,6 +200,31 @@ def test_mine(tmp_path, monkeypatch, capsys, pe, steps):
     assert "unknown --pe 'fire'" in one_line(capsys, run.main, ["mine", "--pe", "fire"])
 
 
+def test_order_rows(tmp_path, monkeypatch, capsys):
+    """A row is made once per scheme and seed. A task that is learned the sooner, the lower a
+    scheme's loss, has r = 1, and one that is learned later -1. Schemes without a loss are left
+    out."""
+    schemes, calls = ["none", "abs", "t5", "rope", "xl"], []
+
+    def measure(pe, task, seed, args):
+        calls.append((pe, seed))
+        final = schemes.index(pe) / 10
+        final = final if task == "left neighbor" else 1 - final
+        return [final, final / 2, seed / 4], [[20, final / 2], [40, final]]
+
+    monkeypatch.setattr(run.order.order, "measure", measure)
+    for n_seeds in (1, 3):
+        run.order.run(schemes, range(n_seeds), tmp_path / "order.jsonl")
+    assert len(calls) == 5 * 3 * len(run.order.order.TASKS) and len({*calls}) == 5 * 3
+    found = run.order.accuracies(tmp_path / "order.jsonl")
+    assert found["t5"]["left neighbor"] == pytest.approx([0.2, 0.1, 0.25])
+    losses = {pe: ([6 - i, 7 - i], [5 - i] if i else []) for i, pe in enumerate(schemes[:4])}
+    left, right, *_ = run.order.correlations(losses, tmp_path / "order.jsonl")
+    assert left["r after 6 M tokens, 4 schemes"].startswith("1.00 (")
+    assert left["r after 49 M tokens, 3 schemes"].startswith("1.00 (")
+    assert right["r after 6 M tokens, 4 schemes"].startswith("-1.00 (")
+
+
 def cell(monkeypatch, pe, **changes):
     """An encoder with one layer in float64 whose positions are those of a cell of results.cells."""
     monkeypatch.setattr(model, "Block", model.Block)  # register() replaces it
