@@ -135,7 +135,7 @@ def commands(table, name, root=OUT):
     if "--keep_every" in flags and table not in PAPERS:
         parts["dynamics"] = f"python -m tools.dynamics --ckpt {out}"
     extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
-    if table == "lengths" or table == "ranking" and extrapolates:
+    if table in ("lengths", "clipped") or table == "ranking" and extrapolates:
         shortest = "" if table == "lengths" else "64,"
         parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths {shortest}128,256,512"
     scored = table in ("recipe", "schemes", "objectives", "ranking") and "-tc-" not in name

@@ -96,6 +96,7 @@ SHOWN = {
     "rates": "loss|last 200 steps",
     "classroom": "loss|copy|random tokens|shuffled tokens|AUC|spread|uses tokens at|minutes",
     "lengths": "loss",
+    "clipped": "loss",
     "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|order-only",
     "taco": "mlm loss|loss|minutes",
     "docs-task": "mlm loss|loss",

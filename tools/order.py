@@ -139,6 +139,7 @@ def measure(pe, task, seed, args):
     torch.manual_seed(seed)
     V, generator = args.vocab, seeded_generator("cpu", "order", task, seed)
     shape = dict(n_layer=args.layers, n_head=4, d_model=64, d_ff=256, max_len=4 * args.length)
+    shape |= {name: getattr(args, name) for name in ("norm", "t5_max_distance", "max_offset")}
     cfg = EncoderConfig(
         V + 2 + N_SPECIALS, pe, **shape, norm=args.norm, dropout=0.0, attn_dropout=0.0
     )
@@ -218,7 +219,9 @@ def parse_args(argv=None):
     flag("--tasks", default=",".join(TASKS), help="tasks, separated by commas")
     flag("--length", type=between(int, "[24, 1e4]"), default=32, help="tokens per sequence")
     flag("--layers", type=count, default=2, help="layers of width 64 with 4 heads")
-    flag("--norm", default="post", choices=("post", "pre"), help="LayerNorm, as in train.py")
+    flag("--norm", default="post", choices=("post", "pre"), help="as in train.py")
+    flag("--t5_max_distance", type=between(int, "[16, 1e6]"), default=128, help="as in train.py")
+    flag("--max_offset", type=between(int, "[1, 1e6]"), default=64, help="as in train.py")
     flag("--vocab", type=between(int, "[2, 1e6]"), default=32, help="number of different tokens")
     flag("--steps", type=count, default=300, help=f"steps of {BATCH} sequences")
     flag("--lr", type=between(float, "(0, 1e9)"), default=3e-3, help="peak learning rate")
