@@ -140,9 +140,7 @@ def measure(pe, task, seed, args):
     V, generator = args.vocab, seeded_generator("cpu", "order", task, seed)
     shape = dict(n_layer=args.layers, n_head=4, d_model=64, d_ff=256, max_len=4 * args.length)
     shape |= {name: getattr(args, name) for name in ("norm", "t5_max_distance", "max_offset")}
-    cfg = EncoderConfig(
-        V + 2 + N_SPECIALS, pe, **shape, norm=args.norm, dropout=0.0, attn_dropout=0.0
-    )
+    cfg = EncoderConfig(V + 2 + N_SPECIALS, pe, **shape, dropout=0.0, attn_dropout=0.0)
     encoder, head = Encoder(cfg), nn.Linear(cfg.d_model, V + 2)
     parameters = [*encoder.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-6, fused=True)
