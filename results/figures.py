@@ -359,6 +359,7 @@ def draw_order(rows, found=None, mine=None):
     figure = Figure((6, 2.6 + 0.2 * len(schemes)))
     title = "alibi cannot tell left from right, and t5 cannot name distant tokens; only schemes "
     title += "whose logits compare tokens with offsets find the token after a marker"
+    title = f"{mine} (bold) in order tasks, beside all other schemes" if mine else title
     figure.suptitle(fill(title, 66), x=0.01, ha="left", size=11, weight="bold")
     for n, axes in enumerate(figure.subplots(1, 3, sharey=True)):
         gains = [[(found[pe][t][n] - bag[t][n]) / (1 - bag[t][n]) for t in tasks] for pe in schemes]

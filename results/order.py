@@ -41,7 +41,7 @@ def append_row(file, pe, seed, accuracy, **more):
     row = {"pe": pe, "seed": seed, "git": git_commit()}
     row["machine"] = machine | {"torch": str(torch.__version__)}
     append_jsonl(file, row | {"accuracy": accuracy} | more)
-    print(pe, seed, {task: values[0] for task, values in accuracy.items()}, flush=True)
+    print(f"order tasks: {pe}, seed {seed}")
 
 
 def accuracies(file=ROWS):

@@ -311,6 +311,9 @@ def run_mine(flags):
     if len(args.pe) > 1:
         raise UserError(f"mine takes one scheme, not {','.join(args.pe)}")
     root, pe, runs, folders = Path("out/mine"), args.pe[0], [], []
+    print(
+        "about ten minutes per seed; the same command resumes, and run.log in each folder has more"
+    )
     home = root / f"{pe}-{args.steps}"
     for seed in SEEDS[: args.seeds]:
         folder = Path(f"{home}-s{seed}")
@@ -331,9 +334,9 @@ def run_mine(flags):
 
     rows, ranked = all_rows(), {}
     for name, (given, _) in TABLES["docs"].items():
-        scheme = rows[name]["args"]["pe"]
-        if given == f"--pe {scheme} --seed {rows[name]['args']['seed']}" and scheme != pe:
-            ranked.setdefault(scheme, []).append(rows[name])
+        plain = re.fullmatch(r"--pe (\S+) --seed \d+", given)
+        if plain and plain[1] != pe and name in rows:
+            ranked.setdefault(plain[1], []).append(rows[name])
     why, texts = [], {round(row["baselines"]["unigram"], 4) for row in [*ranked["none"], *runs]}
     if len(texts) > 1:
         why.append("your installed packages, and so the text of docs, differ from ours")
@@ -341,11 +344,11 @@ def run_mine(flags):
         why.append(f"it was trained for {args.steps:,} steps, the others for 1,500")
     ranked[pe] = runs
     print("\ndocs: schemes by validation loss of mlm (nats)")
-    print_table(docs_ranking(ranked, pe, read_json(f"{home}-bench.json")["rows"][-1]["speed"]))
     for reason in why:
         print(f"not comparable: {reason}")
+    print_table(docs_ranking(ranked, pe, read_json(f"{home}-bench.json")["rows"][-1]["speed"]))
     if "lengths" in runs[0]:
-        print("\nloss on sequences longer than the 64 tokens of training")
+        print("\nloss on a part of the text, in sequences of 64 tokens, as in training, and longer")
         print_table([{"seed": run["args"]["seed"]} | run["lengths"] for run in runs])
     print("\naccuracy in order tasks (tools.order) on 32, 64 and 128 tokens, trained on 32")
     found = order.accuracies() | order.accuracies(root / "order.jsonl")
