@@ -46,6 +46,7 @@ from results.figures import draw, draw_mine
 from results.show import (
     PLATEAU,
     docs_ranking,
+    docs_schemes,
     first_below,
     join_seeds,
     leaves_plateau,
@@ -332,11 +333,8 @@ def run_mine(flags):
     run_parts(home, {"bench": bench, "maps": maps})
     order.run([pe], range(args.seeds), root / "order.jsonl")
 
-    rows, ranked = all_rows(), {}
-    for name, (given, _) in TABLES["docs"].items():
-        plain = re.fullmatch(r"--pe (\S+) --seed \d+", given)
-        if plain and plain[1] != pe and name in rows:
-            ranked.setdefault(plain[1], []).append(rows[name])
+    rows = all_rows()
+    ranked = docs_schemes(rows)
     why, texts = [], {round(row["baselines"]["unigram"], 4) for row in [*ranked["none"], *runs]}
     if len(texts) > 1:
         why.append("your installed packages, and so the text of docs, differ from ours")

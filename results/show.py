@@ -216,6 +216,15 @@ def scheme_losses(rows):
     return dict(sorted(found.items(), key=lambda item: statistics.mean(item[1][0])))
 
 
+def docs_schemes(rows):
+    """-> {pe: the rows of its seeds} on docs after 1,500 steps, at the settings of `docs`."""
+    found = {}
+    for name, row in rows.items():
+        if without_seed(name) == f"docs-{row['args']['pe']}":
+            found.setdefault(row["args"]["pe"], []).append(row)
+    return found
+
+
 def longest_sequence(pe):
     """-> "any", or "max_len" for a scheme with a table of positions."""
     encoder = Encoder(EncoderConfig(vocab_size=64, pe=pe)).eval()
@@ -228,8 +237,8 @@ def longest_sequence(pe):
 
 def step_times():
     """-> {pe: step time of a demo model relative to that of abs}."""
-    bench = read_json(HERE / "bench-pe-demo.json")["rows"]
-    return {row["pe"]: 1 / row["speed"] for row in bench}
+    files = [read_json(HERE / f"bench-pe-demo{x}.json")["rows"] for x in ("", "-2")]
+    return {row["pe"]: 1 / row["speed"] for row in sum(files, [])}
 
 
 def docs_ranking(ranked, mine, speed):
