@@ -358,11 +358,12 @@ def draw_order(rows, found=None, mine=None):
 
     found = found or order.accuracies()
     ranked = [pe for pe in scheme_losses(rows) if pe != mine]  # by their loss after 6 M tokens
-    schemes = [pe for pe in found if pe not in ("bag", *ranked)] + ranked
+    others = [pe for pe in found if pe not in ("bag", mine, *ranked)]
+    schemes = [mine] * bool(mine) + ranked + others
     bag, tasks = found["bag"], [*found["bag"]]
     figure = Figure((6, 2.6 + 0.2 * len(schemes)))
-    title = "alibi does not single out a neighbor, and t5 no distant token; only schemes whose "
-    title += "logits compare tokens with offsets find the token after a marker"
+    title = "alibi names half of the neighbors, and t5 no token far away; only schemes whose "
+    title += "logits combine token and offset find the token after a marker"
     title = f"{mine} (bold) in order tasks, beside all other schemes" if mine else title
     figure.suptitle(fill(title, 66), x=0.01, ha="left", size=11, weight="bold")
     for n, axes in enumerate(figure.subplots(1, 3, sharey=True)):
@@ -372,6 +373,10 @@ def draw_order(rows, found=None, mine=None):
         axes.set_xticks(range(len(tasks)), tasks, rotation=90)
         axes.set_yticks(range(len(schemes)), schemes)
         axes.tick_params(length=0)
+        axes.set_xticks(np.arange(len(tasks)) - 0.5, minor=True)
+        axes.set_yticks(np.arange(len(schemes)) - 0.5, minor=True)
+        axes.grid(which="minor", color="w", lw=0.8)
+        axes.tick_params(which="minor", length=0)
         for pe, tick in zip(schemes, axes.get_yticklabels()):
             tick.set(color="k" if pe == mine else family(pe)[1])
             tick.set(weight="bold" if pe == mine else None)
