@@ -365,7 +365,7 @@ def draw_order(rows, found=None, mine=None):
     title = "alibi names half of the neighbors, and t5 no token far away; only schemes whose "
     title += "logits combine token and offset find the token after a marker"
     title = f"{mine} (bold) in order tasks, beside all other schemes" if mine else title
-    figure.suptitle(fill(title, 66), x=0.01, ha="left", size=11, weight="bold")
+    figure.suptitle(fill(title, 62), x=0.01, ha="left", size=11, weight="bold")
     for n, axes in enumerate(figure.subplots(1, 3, sharey=True)):
         gains = [[(found[pe][t][n] - bag[t][n]) / (1 - bag[t][n]) for t in tasks] for pe in schemes]
         image = axes.imshow(np.clip(gains, 0, 1), "Blues", vmin=0, vmax=1, aspect="auto")
