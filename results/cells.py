@@ -183,9 +183,10 @@ def run(task, cell, seed, flags, file=ROWS):
         with tempfile.TemporaryDirectory() as folder:
             given = ["--pe", cell, "--seed", str(seed), "--out_dir", folder]
             train.main([*given, *map(os.path.expandvars, shlex.split(f"{TEXTS[task]} {flags}"))])
-            _, *lines = read_jsonl(f"{folder}/log.jsonl")
+            first, *lines = read_jsonl(f"{folder}/log.jsonl")
         curve = [[line["step"], round(line["loss"], 4)] for line in lines]
         found = {"loss": lines[-1]["val_loss"], "curve": curve}
+        found |= {key: first[key] for key in ("precision", "baselines")}
     machine = {"processor": processor_name("cpu"), "threads": torch.get_num_threads()}
     machine["torch"] = str(torch.__version__)
     append_jsonl(file, key | {"git": git_commit(), "machine": machine} | found)

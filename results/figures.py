@@ -400,8 +400,8 @@ CELLS = {
 
 def draw_cells(rows):
     """Training losses on docs of variants between abs and tupe_a (results/cells.py)."""
-    title = "Large position vectors that only queries and keys see do almost as well as TUPE, with "
-    title += "the tokens' own matrices; small ones do as little as BERT's"
+    title = "Large position vectors that only queries and keys see are learned early, and without "
+    title += "mixed terms almost as well as TUPE; small ones as little as BERT's"
     [[axes]] = panels(title, "step (docs, seed 1337)", "training loss of mlm (nats)")
     curves = {pe: rows[f"docs-{pe}-s1337"]["curve"] for pe in ("abs", "tupe_a")}
     for row in read_jsonl(HERE / "cells.jsonl"):
