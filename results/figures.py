@@ -335,7 +335,8 @@ def draw_lengths(rows):
         rises, schemes = {}, {}
         for row in rows.values():
             pe, lr, block_size = (row["args"][key] for key in ("pe", "lr", "block_size"))
-            if "lengths" in row and block_size == trained_on:
+            on_web = "$TEXT" in row["commands"]["train"]
+            if "lengths" in row and on_web and block_size == trained_on:
                 losses = {int(length): loss for length, loss in row["lengths"].items()}
                 rise = [(length, loss - losses[block_size]) for length, loss in losses.items()]
                 name = name_rate(pe, lr)
@@ -422,10 +423,10 @@ def draw_rotation(rows):
     from matplotlib.figure import Figure
     from matplotlib.patches import Arc, Wedge
 
-    figure = Figure((8.4, 3.5))
+    figure = Figure((6, 2.5))
     title = "Four positions later, both vectors are rotated further:\n"
     title += "the angle between them, and so their product, stays"
-    figure.suptitle(title, x=0.01, ha="left", size=17, weight="bold")
+    figure.suptitle(title, x=0.01, ha="left", size=12, weight="bold")
     w = 15  # degrees per position
     for axes, moved in zip(figure.subplots(1, 2), (0, 4)):
         axes.set(aspect="equal", xlim=(-1.25, 1.35), ylim=(-0.08, 1.3))
@@ -439,7 +440,7 @@ def draw_rotation(rows):
         ]:
             x, y = np.cos(np.deg2rad([start, end])), np.sin(np.deg2rad([start, end]))
             distance = 1.06 if radius else 0.4
-            style = dict(size=17, ha="center", va="bottom", color=color)
+            style = dict(size=12, ha="center", va="bottom", color=color)
             axes.text(distance * x[1], distance * y[1], text, **style)
             if radius:
                 axes.plot([0.7 * x[0], x[0]], [0.7 * y[0], y[0]], ":", color="0.5", lw=2)
