@@ -1,4 +1,4 @@
-"""What makes TUPE faster than BERT's positions? Variants between the two (`cells`), each trained on
+"""Why does TUPE learn order sooner than BERT? Variants between the two (`cells`), each trained on
 an order task, on docs or on Wikipedia and books; a row for each run is appended to cells.jsonl.
 
     python -m results.cells                              # the table
@@ -44,7 +44,7 @@ class Positions(Component):
 
     combinable = False
     terms = ("token-position", "position-position")  # besides token-token
-    layers_with = None  # all layers
+    layers_with = None  # the only layer with positions (None: all layers)
     layer_norm, in_values, at_input, reset = True, False, False, False
     separate = False  # U_Q and U_K instead of W_Q and W_K
     size = 1  # of the initial p, in units of N(0, 0.02)
@@ -77,6 +77,8 @@ class Positions(Component):
 
 
 class Block(model.Block):
+    """A transformer layer with the attention of a cell; of any other scheme, model.Block's."""
+
     def __init__(self, cfg, layer):
         super().__init__(cfg, layer)
         if getattr(model.SCHEMES[cfg.pe][0], "xavier", False):
@@ -84,6 +86,7 @@ class Block(model.Block):
                 nn.init.xavier_uniform_(weight)
 
     def attend(self, x, scheme, pos, bias):
+        """Arguments and result as in model.Block.attend."""
         part = next(iter(scheme.parts.values()))
         if not isinstance(part, Positions) or part.layers_with not in (None, self.layer):
             return super().attend(x, scheme, pos, bias)

@@ -302,7 +302,7 @@ def run_first(more):
 
 def run_mine(flags):
     """`mine`: train a scheme on docs as the ranked ones were, measure it, and print and draw its
-    place among them. Writes into out/mine only."""
+    rank among them. Writes into out/mine only."""
     parser = Parser("-m results.run mine", run_mine.__doc__)
     parser.add_argument("--pe", required=True, type=schemes, help="a scheme of model.py")
     parser.add_argument("--seeds", type=between(int, "[1, 3]"), default=1, help="number of seeds")

@@ -62,7 +62,7 @@ def logit(scheme, q, k, i, j, pos, weights):
             s += q[i] @ w.a[offset_row(r, masked)] / sqrt(D)
         elif name == "t5":  # TUPE eq 5: a number per bucket, whatever the tokens are
             s += w.b[32 if masked else bucket(r)]
-        elif name in ("alibi", "alibi_ns"):  # decreases with the distance, here by side
+        elif name in ("alibi", "alibi_ns"):  # decreases with the distance
             s += w.masked if masked else -(w.right if r > 0 else w.left) * abs(r)
         elif name == "xl":  # Transformer-XL: u and v stand for a query that is always the same
             a = w.a[offset_row(r, masked)] @ w.W
