@@ -18,7 +18,7 @@ import finetune
 import model
 import train
 from model import Encoder, EncoderConfig
-from results import cells, figures, run, show
+from results import cells, figures, longer, run, show
 from results.show import without_seed
 from tests.conftest import TINY, exit_code, one_line, write_corpus
 from tools import dynamics, probe
@@ -287,6 +287,74 @@ def test_cells_by_hand(monkeypatch, name):
     torch.testing.assert_close(found, y @ block.out.weight.T + block.out.bias)
     table = encoder.scheme.embed(model.Positions.of(x[..., 0].long()))
     assert isinstance(table, torch.Tensor) == ("input" in name)
+
+
+def longer_encoder(monkeypatch, pe):
+    """An encoder in float64 whose positions have strong effects, and its positional component."""
+    monkeypatch.setattr(model, "SCHEMES", dict(model.SCHEMES))
+    longer.register()
+    torch.manual_seed(0)
+    shape = dict(n_layer=2, d_model=16, n_head=2, d_ff=8, dropout=0.0, attn_dropout=0.0)
+    encoder = Encoder(EncoderConfig(20, pe, max_len=512, **shape)).double()
+    [part] = encoder.scheme.parts.values()
+    for parameter in part.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    return encoder, part
+
+
+@pytest.mark.parametrize("pe", [pe for pe, x in longer.CHANGES.items() if longer.CLIPPED in x])
+def test_clipped_offsets(monkeypatch, pe):
+    """After the change, a model computes what it does if offsets are clipped before."""
+    encoder, part = longer_encoder(monkeypatch, pe)
+    tokens = torch.randint(12, (1, 100))
+    offsets = model.Positions(torch.arange(100)).offsets.clamp(-longer.CLIP, longer.CLIP)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.Positions, "offsets", offsets)
+        expected = encoder(tokens)
+    assert not torch.allclose(encoder(tokens), expected)
+    longer.CHANGES[pe][longer.CLIPPED](part, encoder.config, None)
+    torch.testing.assert_close(encoder(tokens), expected)
+
+
+def test_changes_of_rope(monkeypatch):
+    """On sequences three times as long, interpolation makes position 3 i count as i; with the
+    larger base, only the slowest rotation does, and the fastest is as before."""
+
+    def angles(ids):
+        pos = model.Positions(torch.tensor(ids))
+        cos, sin = part.rotation(pos, 8, part.rope_base, part.rope_scale, torch.float64)
+        return torch.atan2(sin, cos).flatten(0, 2)  # (L, 4)
+
+    found = {}
+    for name, change in ("", None), *longer.CHANGES["rope"].items():
+        encoder, part = longer_encoder(monkeypatch, "rope")
+        if change:
+            change(part, encoder.config, 3)
+        found[name] = angles([0, 1, 2, 3, 6])
+    before, interpolated, larger_base = found.values()
+    torch.testing.assert_close(interpolated[[3, 4]], before[[1, 2]])
+    torch.testing.assert_close(larger_base[:, 0], before[:, 0])
+    torch.testing.assert_close(larger_base[[3, 4], -1], before[[1, 2], -1])
+
+
+@pytest.mark.parametrize("pe", ["abs", "rope", "t5", "deberta", "tupe_r", "rel"])
+def test_random_positions(monkeypatch, pe):
+    """Ascending ids below 512, [CLS] first, the same in all layers and anew in each pass."""
+    encoder, _ = longer_encoder(monkeypatch, f"{pe}_random")
+    plain, part = longer_encoder(monkeypatch, pe)
+    weights = encoder.state_dict().items()
+    plain.load_state_dict({k.replace("Random", type(part).__name__): w for k, w in weights})
+    tokens, drawn = torch.randint(12, (2, 30)), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        ids = longer.random_positions(model.Positions(torch.arange(30))).ids
+        assert ids[0, 0] == 0 and (ids.diff() > 0).all() and ids.max() < 512
+        torch.manual_seed(seed)
+        torch.testing.assert_close(encoder(tokens), plain(tokens, ids))
+        drawn.append(ids)
+    assert not torch.equal(*drawn)
+    all_ids = longer.random_positions(model.Positions(torch.arange(512))).ids
+    assert torch.equal(all_ids, torch.arange(512)[None])
 
 
 @pytest.mark.slow
