@@ -306,10 +306,14 @@ def test_causal_and_padding_masks(pe):
     encoder, tokens, pos = tiny(pe, n_layer=1), sequences(3, 7), torch.tensor([0, 4, 2, 5, 1, 3, 6])
     hidden = encoder(tokens, pos, causal=True)
     A = encoder.attention(tokens, 0, pos, causal=True)  # (3, H, 7, 7)
+    two_layers = tiny(pe)
+    A_1 = two_layers.attention(tokens, 1, pos, causal=True)
     for i in range(7):
         cut = tokens[:, : i + 1], pos[: i + 1]
         close(hidden[:, i], encoder(*cut)[:, i])
         close(A[:, :, i], F.pad(encoder.attention(cut[0], 0, cut[1])[:, :, i], (0, 6 - i)))
+        of_cut = two_layers.attention(cut[0], 1, cut[1], causal=True)
+        close(A_1[:, :, i], F.pad(of_cut[:, :, i], (0, 6 - i)))
     rest, pad = [0, 1, 2, 3, 5, 6], (torch.arange(7) == 4).expand(3, 7)
     for causal in (False, True):
         without = encoder(tokens[:, rest], pos[rest], causal=causal)
@@ -417,9 +421,10 @@ def test_both_attention_paths(pe, monkeypatch):
     close(*results)
     assert len(calls) == (0 if encoder.scheme.has_values else 2)
     calls.clear()
-    encoder.train().blocks[0].attn_dropout = 0.3
-    encoder(tokens)
-    assert encoder.scheme.has_values or [x["dropout_p"] for x in calls] == [0.3, 0.0]
+    encoder.blocks[0].attn_dropout = 0.3
+    encoder.train()(tokens)
+    encoder.eval()(tokens)
+    assert encoder.scheme.has_values or [x["dropout_p"] for x in calls] == [0.3, 0.0, 0.0, 0.0]
 
 
 # ----- a student's mistakes
@@ -1079,14 +1084,16 @@ def test_batches_visit_every_sequence_once_per_epoch():
     assert a == b and len(a) == 10
 
 
-def test_validation_sequences_cover_the_stream(corpus):
+def test_validation_sequences_cover_the_stream(corpus, monkeypatch):
     """Validation uses the same sequences in every run, evenly spaced from the first to the last."""
     n = corpus.n_sequences("val", 6)
     chosen = [0, (n - 1) // 4, (n - 1) // 2, 3 * (n - 1) // 4, n - 1]
     sequences = data.validation_sequences(corpus, 5, 6)
     assert n > 20 and sequences.tolist() == corpus.sequences("val", chosen, 6).tolist()
-    batches = torch.cat(data.validation_batches(corpus, 6))
-    assert batches.tolist() == corpus.sequences("val", np.arange(n), 6).tolist()
+    monkeypatch.setattr(data, "VAL_BATCH", n - 2)  # two batches of nearly the same size
+    batches = data.validation_batches(corpus, 6)
+    assert [len(batch) for batch in batches] == [n - n // 2, n // 2]
+    assert torch.cat(batches).tolist() == corpus.sequences("val", np.arange(n), 6).tolist()
 
 
 # ==================================================================================================
@@ -1099,6 +1106,8 @@ def test_presets_and_names(preset):
     args = train.parse_args(["--steps", "7", "--preset", preset, "--objective", "pplm+mlm"])
     assert args.steps == 7 and args.lr == train.PRESETS[preset]["lr"]
     assert args.out_dir == f"out/{args.dataset}-{preset}-abs-mlm+pplm-s1337"
+    args = train.parse_args(["--warmup", "0", "--dropout", ".3", "--block_size", "99"])
+    assert (args.warmup, args.attn_dropout, args.max_len) == (0, 0.3, 99)
     for dataset, name in (("a/b:20231101.de", "a-b-20231101-de"), ("x/*.txt", "x-txt")):
         assert train.parse_args(["--dataset", dataset]).out_dir == f"out/{name}-demo-abs-mlm-s1337"
 

@@ -8,7 +8,7 @@ from textwrap import fill
 import numpy as np
 
 from lib.files import read_json, read_jsonl
-from results import order
+from results import longer, order
 from results.show import (
     FAMILIES,
     HERE,
@@ -160,15 +160,33 @@ def draw_docs_ranking(rows, ranked=None, mine=None, remark=""):
     return axes
 
 
-def draw_mine(folder, rows, ranked, found, mine, reasons):
-    """The ranking of docs and the order tasks, with scheme `mine` marked; reasons: why its losses
-    are not comparable, if so."""
+def draw_mine(folder, rows, ranked, found, rises, mine, reasons):
+    """The ranking of docs, the order tasks and the rise of the loss on longer sequences (lines of
+    longer.table), with scheme `mine` marked; reasons: why its losses are not comparable, if so."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
         remark = f" (not comparable: {'; '.join(reasons)})" if reasons else ""
         draw_docs_ranking(rows, ranked, mine, remark).figure.savefig(folder / "ranking.png")
         draw_order(rows, found, mine).figure.savefig(folder / "order.png")
+        if not rises:
+            return
+        x, y = f"tokens per sequence (trained on {longer.TRAINED}, docs)", "rise of the loss (nats)"
+        [[axes]] = panels(f"Longer sequences than in training{remark}", x, y)
+        curves = {}
+        for line in rises:
+            pe = line["scheme"]
+            points = [(n, float(line[f"on {n}"])) for n in longer.LENGTHS[1:]]
+            curves[f"-> {pe}" if pe == mine else pe] = [(longer.TRAINED, 0.0), *points], pe
+        draw_curves(axes, curves)
+        length_ticks(axes)
+        axes.figure.savefig(folder / "lengths.png")
+
+
+def length_ticks(axes):
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(longer.LENGTHS, map(str, longer.LENGTHS))
+    axes.minorticks_off()
 
 
 def draw_curves(axes, curves):
@@ -344,9 +362,7 @@ def draw_lengths(rows):
                 rises.setdefault(name, []).append(rise)
         draw_curves(axes, {name: (np.mean(rises[name], 0), schemes[name]) for name in rises})
         axes.set_title(panel_title)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([64, 128, 256, 512], ["64", "128", "256", "512"])
-    axes.minorticks_off()
+    length_ticks(axes)
     name_families(grid[0, 0], schemes.values(), 0.02, 0.9)
     return axes
 

@@ -41,7 +41,7 @@ from lib.config import Parser, RunFailure, UserError, between, leave, one_line_e
 from lib.device import processor_name
 from lib.files import append_jsonl, make_folder, read_json, read_jsonl, write_json
 from model import SCHEMES
-from results import order
+from results import longer, order
 from results.figures import draw, draw_mine
 from results.show import (
     PLATEAU,
@@ -324,7 +324,8 @@ def run_mine(flags):
         given = f"--preset demo --pe {pe} --seed {seed} --steps {args.steps}"
         parts = {"train": f"python train.py {given} --resume --out_dir {folders[-1]}"}
         if longest_sequence(pe) == "any":
-            command = f"python -m tools.lengths --lengths 64,128,256 --ckpt {folders[-1]}"
+            lengths = ",".join(map(str, longer.LENGTHS))
+            command = f"python -m tools.lengths --lengths {lengths} --ckpt {folders[-1]}"
             parts["lengths"] = command
         run_parts(folder, parts)
         runs.append(collect(folder))
@@ -345,16 +346,21 @@ def run_mine(flags):
     for reason in why:
         print(f"not comparable: {reason}")
     print_table(docs_ranking(ranked, pe, read_json(f"{home}-bench.json")["rows"][-1]["speed"]))
+    rises = []
     if "lengths" in runs[0]:
-        print("\nloss on a part of the text, in sequences of 64 tokens, as in training, and longer")
-        print_table([{"seed": run["args"]["seed"]} | run["lengths"] for run in runs])
+        of_mine = {"pe": pe, "change": "", "steps": args.steps}
+        rises = longer.table(
+            [row for row in read_jsonl(longer.ROWS) if not row["change"]]
+            + [of_mine | {"losses": run["lengths"]} for run in runs]
+        )
+        print("\nloss on a part of the text in sequences of 64 tokens, and its rise on longer ones")
+        print_table(rises)
     print("\naccuracy in order tasks (tools.order) on 32, 64 and 128 tokens, trained on 32")
     found = order.accuracies() | order.accuracies(root / "order.jsonl")
     print_table(order.lines(dict.fromkeys((pe, "rope", "tupe_r")), found))
-    draw_mine(home, rows, ranked, found, pe, why)
-    print(
-        f"\nfigures: {home}/ranking.png, order.png, maps.png (the others': docs/figures/maps.png)"
-    )
+    draw_mine(home, rows, ranked, found, rises, pe, why)
+    print(f"\nfigures in {home}: ranking.png, order.png, lengths.png, and maps.png")
+    print("(the maps of the others: docs/figures/maps.png)")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -138,6 +138,9 @@ def test_docs_corpus(tmp_path, monkeypatch):
     docs = json.loads((corpus.folder / "docs.json").read_text())
     assert [text for library, text in docs["rows"] if library == "torch"] == texts[:13]
     assert documents_in(corpus, "val") == [text for _, text in docs["rows"]][1 :: docs["every"]]
+    assert data.find_prepared("docs", "bpe", tmp_path / "cache") == corpus.folder
+    monkeypatch.setattr(data, "docs_versions", lambda: {"torch": "another one"})
+    assert data.find_prepared("docs", "bpe", tmp_path / "cache") is None
 
 
 def test_docs_without_sources(tmp_path, monkeypatch, capsys):

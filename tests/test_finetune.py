@@ -11,6 +11,7 @@ import shlex
 import shutil
 import statistics
 import string
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -227,17 +228,19 @@ def test_squad_answers_are_berts(corpus, seed):
     assert [score for score, _ in ranked] == pytest.approx([score for score, _ in expected])
 
 
-def test_no_answer_competes_with_the_lowest_null_score():
+def test_no_answer_competes_with_the_lowest_null_score(monkeypatch):
     """v2.0 gives no answer if the lowest null score of the windows is above the best span's; v1.1
     always answers."""
     windows = [squad.Window(0, "ab", np.array([[0, 1], [1, 2]]), 1, np.array([True, True]))] * 2
     for best, text in ((1, ""), (3, "a")):
         # The null scores are 8 and 4, the best span has 2 best.
         outs = [np.array([[null, best, 0, 0]] * 2, np.float32) for null in (4, 2)]
-        [ranked] = squad.rank_answers(outs, windows, with_null=True)
-        assert ranked[0][1] == text and (4.0, "") in ranked
-        [ranked] = squad.rank_answers(outs, windows, with_null=False)
-        assert ranked[0] == (2.0 * best, "a")
+        monkeypatch.setattr(finetune, "outputs", lambda *args, outs=outs: outs)
+        models = [Namespace(kind="span", name=name) for name in ("squad", "squad_v2")]
+        [[v1], [v2]] = (finetune.rank(model, None, windows) for model in models)
+        assert v1[0][1] == "a" and "" not in [answer for _, answer in v1]
+        p = {answer: x for x, answer in v2}
+        assert v2[0][1] == text and math.log(p[""] / p["a"]) == pytest.approx(4 - 2 * best)
 
 
 def test_heads_compute_in_float32():
@@ -319,6 +322,10 @@ def test_learn_save_and_score_again(home, tmp_path):
     assert [(r["lr"], r["seed"]) for r in rows] == [(0.01, 0), (0.01, 1), (1e-7, 0), (1e-7, 1)]
     assert all(r["metrics"]["accuracy"] > 0.9 > r["majority"] > 0.5 for r in rows[:2])
     assert rows[0]["constant"] == {"matthews": 0.0, "accuracy": rows[0]["majority"]}
+    (tmp_path / "wrong").mkdir()  # the most frequent answer is that of the labels
+    texts = {"cola": [("x", 1), ("x", 1), ("x", 0)]}
+    [row] = finetune.evaluate({"cola": [0] * 3}, texts, {}, 0, tmp_path / "wrong")
+    assert row["majority"] == pytest.approx(2 / 3)
     assert rows[0]["ckpt"] == "out/run" and rows[2]["one_class"] and rows[0]["dropout"] == 0.2
     assert finetune.best_runs(rows, statistics.median) == {("out/run", "cola"): rows[:2]}
     (again,) = run_predict(tmp_path)

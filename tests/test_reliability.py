@@ -1,6 +1,7 @@
 """Training under bad conditions: kills, signals, full disks, damaged files, several processes,
 overflows, wrong input."""
 
+import contextlib
 import json
 import math
 import os
@@ -128,6 +129,47 @@ def test_two_processes(corpus_file, cache, tmp_path, run):
         ended = torchrun("train.py", *flags, "--out_dir", tmp_path / "new", *more.split())
         assert ended.returncode and message in ended.stderr
         assert 'train.py", line' not in ended.stderr  # a traceback of ours
+
+
+class FakeDDP(torch.nn.Module):
+    """Records for each micro-batch of training whether gradients would be synchronized, and the
+    seed of its dropout masks."""
+
+    def __init__(self, module, **_):
+        super().__init__()
+        self.module, self.syncing, FakeDDP.seen = module, True, []
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.syncing = False
+        yield
+        self.syncing = True
+
+    def forward(self, batch):
+        loss, scalars = self.module(batch)
+        self.seen.append((batch["key"], self.syncing, torch.initial_seed(), loss.item()))
+        return loss, scalars
+
+
+def test_one_of_two_processes(run, tmp_path, monkeypatch):
+    """It takes every second micro-batch, with dropout masks of its own; gradients are synchronized
+    in the last one of a step; the log has the mean of both processes (here, they are equal)."""
+    corrupt = objectives.Pretraining.corrupt
+    with_key = lambda model, tokens, *key: corrupt(model, tokens, *key) | {"key": key}  # noqa: E731
+    monkeypatch.setattr(objectives.Pretraining, "corrupt", with_key)
+    monkeypatch.setattr(train, "DistributedDataParallel", FakeDDP)
+    for name in ("init_process_group", "barrier"):
+        monkeypatch.setattr(train.dist, name, lambda *args, **settings: None)
+    monkeypatch.setattr(train.dist, "all_reduce", lambda means: means.mul_(2))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = "--steps 2 --log_every 2 --grad_accum 2 --dtype float32 --seed 5"
+    assert exit_code(run, "two", flags) == 0
+    keys, syncing, seeds, losses = zip(*FakeDDP.seen)
+    assert keys == ((5, 0, 0), (5, 0, 2), (5, 1, 0), (5, 1, 2))
+    assert syncing == (False, True) * 2
+    assert seeds == tuple(objectives.hash_seed(*key, "dropout") for key in keys)
+    assert log_of(tmp_path / "two")[-1]["loss"] == pytest.approx(sum(losses) / 4)
 
 
 def test_resume_needs_the_state_of_training(run, capsys):

@@ -175,6 +175,10 @@ def test_mine(tmp_path, monkeypatch, capsys, pe, steps):
         elif called[-1] == "tools.bench":
             json_file = shlex.split(command)[-1]
             run.write_json(json_file, {"rows": [{"pe": pe, "speed": 0.5}]})
+        elif called[-1] == "tools.lengths":
+            losses = {64: 4.0, 128: 4.25, 256: 4.5, 512: 5.0}
+            run.make_folder(folder / "lengths")
+            run.write_json(folder / "lengths" / "lengths.json", {"lengths": losses})
 
     def mine(*more):
         assert exit_code(run.main, ["mine", "--pe", pe, "--steps", str(steps), *more]) is None
@@ -194,7 +198,11 @@ def test_mine(tmp_path, monkeypatch, capsys, pe, steps):
     measured = ["tools.lengths"] if pe == "rel_k" else []  # abs has a table of positions
     assert called == ["train", *measured, "tools.bench", "tools.probe"]
     folder = tmp_path / "out" / "mine" / f"{pe}-{steps}"
-    assert {file.name for file in folder.iterdir()} == {"done.json", "ranking.png", "order.png"}
+    figures = {"ranking.png", "order.png"}
+    if measured:
+        figures.add("lengths.png")
+        assert re.search(rf"\| {pe} .* 4.00 .* \+0.25 .* \+0.50 .* \+1.00", out)
+    assert {file.name for file in folder.iterdir()} == {"done.json", *figures}
     called.clear()
     baselines = {"unigram": 6.0}
     assert "text of docs" in mine("--seeds", "2")
