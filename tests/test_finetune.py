@@ -469,6 +469,18 @@ def test_a_start_is_never_overwritten(home, tmp_path, capsys):
         assert "another process" in one_line(capsys, run_finetune, tmp_path, "cola")
 
 
+def test_scratch_has_no_weights(home, tmp_path, monkeypatch):
+    """--ckpt scratch takes the shape of the newest run, and not its weights."""
+    starts = []
+    monkeypatch.setattr(finetune, "finetune", lambda *args: starts.append(args[-3:]) or [])
+    monkeypatch.setattr(finetune, "report", lambda results, args: None)
+    run_finetune(tmp_path, "cola", QUICK)
+    run_finetune(tmp_path, "cola --ckpt scratch", QUICK)
+    (pretrained, run, _), (scratch, shaped, _) = starts
+    assert pretrained["model"] and not scratch["model"] and shaped == f"scratch, shaped like {run}"
+    assert scratch["config"] == pretrained["config"]
+
+
 def test_a_loss_or_gradient_that_is_not_finite(home, tmp_path, monkeypatch, capsys):
     """Training that diverged (with fp16: in every step) ends with one line, and saves nothing."""
     for flags, loss in (

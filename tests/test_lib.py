@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -243,3 +244,10 @@ def test_what_the_summary_says(capsys):
         print_summary(Path("out/run"), row, model, args, train.PRESETS["pairs"], values, 60.0)
         printed = capsys.readouterr().out
         assert all(part in printed for part in expected.replace("@", "\n").split("; ")), printed
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux")
+def test_peak_memory():
+    """The peak memory on a CPU is what the kernel says, in MiB."""
+    [kib] = re.findall(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert devices.peak_memory_mb(torch.device("cpu")) == pytest.approx(int(kib) / 1024, rel=0.05)

@@ -59,6 +59,27 @@ def in_browser(folder, runs, script, *flags):
     return value
 
 
+def change_tokenizer(folder):
+    """Reverse the order of a run's merges."""
+    checkpoint = weights(folder)
+    tokens = list(checkpoint["tokenizer"]["mergeable_ranks"])
+    changed = {x: i for i, x in enumerate(tokens[:256] + tokens[:255:-1])}
+    checkpoint["tokenizer"]["mergeable_ranks"] = changed
+    torch.save(checkpoint, f"{folder}/ckpt.pt")
+
+
+def test_tokenizers_of_a_page(make_run, tmp_path, monkeypatch):
+    """A page has each tokenizer once, and each run has its own."""
+    run, pages = make_run("a"), []
+    copies = [shutil.copytree(run, tmp_path / name) for name in "bc"]
+    change_tokenizer(copies[0])
+    monkeypatch.setattr(page, "fill", lambda data: pages.append(data) or "")
+    page.main([run, *map(str, copies), str(tmp_path / "page.html")])
+    assert [run["tokenizer"] for run in pages[0]["runs"]] == [0, 1, 0]
+    first, second = pages[0]["tokenizers"]
+    assert first != second == first[:256] + first[:255:-1]
+
+
 def rounded(path):
     """-> the model of a run with its weights as they are in a page."""
     model = objectives.load(path)
@@ -155,11 +176,7 @@ def test_the_actions(make_run, tmp_path):
     """Switching, typing (text, not HTML), masking, exchanging, shuffling, restoring and attention
     work, also for models with different tokenizers."""
     runs = [make_run("none", "--pe none"), make_run("abs", "--pe abs --objective mlm")]
-    checkpoint = weights(runs[1])
-    tokens = list(checkpoint["tokenizer"]["mergeable_ranks"])
-    changed = {x: i for i, x in enumerate(tokens[:256] + tokens[:255:-1])}
-    checkpoint["tokenizer"]["mergeable_ranks"] = changed
-    torch.save(checkpoint, f"{runs[1]}/ckpt.pt")
+    change_tokenizer(runs[1])
     script = """
         const all = (selector) => [...document.querySelectorAll(selector)];
         const click = (selector, n = 0) => all(selector)[n].click();

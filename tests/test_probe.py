@@ -23,6 +23,7 @@ from objectives import random_tokens, seeded_generator, shuffled_positions
 from test_all import ALL_PE, CLS, MASK, SEP, close, corrupted, enlarge, pretraining, sequences, tiny
 from tests.conftest import log_of, one_line, run_train
 from tools import blimp, dynamics, lengths, probe, terms
+from tools.output import output_folder
 
 
 def naive_indicators(A, first, reach):
@@ -171,8 +172,9 @@ def runs(corpus_file, cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
     pairs = [("a" * 999, "b"), ("quick brown fox", "fox brown quick"), ("wise owls", "wise xyzzy")]
     with lzma.open(out / "pairs.jsonl.xz", "wt") as handle:
-        for good, bad in pairs:
-            handle.write(json.dumps({"sentence_good": good, "sentence_bad": bad}) + "\n")
+        for good, bad in (*pairs, pairs[-1]):
+            pair = {"sentence_good": good, "sentence_bad": bad, "UID": good[:4]}
+            handle.write(json.dumps(pair) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "VAL_BATCH", 5)
         for name, flags in (
@@ -219,13 +221,15 @@ def test_losses_of_a_run(runs, corpus, tmp_path):
     assert found["words"]["true"] == pytest.approx(logged, abs=1e-4)
 
 
-def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
+def test_comparison_of_runs_and_of_schemes(runs, tmp_path, monkeypatch):
     """--runs has a row per run, whose score is the median over seeds at the best learning rate,
     with the last settings (here 5 epochs); tools.terms draws two runs; --pe needs no run."""
     rows = [(1, 0.3, 0, 1.0), (5, 0.1, 0, 0.9), (5, 0.1, 1, 0.1), (5, 0.2, 0, 1.0)]
     rows += [(5, 0.2, 0, 0.7), (5, 0.2, 1, 0.6)]  # seed 0 was repeated: the last one counts
     rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
-    rows = [json.dumps({"task": "docs", "ckpt": "run", "step": 12, **row}) for row in rows]
+    rows = [{"task": "docs", "ckpt": "run", "step": 12, **row} for row in rows]
+    rows.append(rows[3] | {"step": 6})  # from an earlier checkpoint: it does not count
+    rows = map(json.dumps, rows)
     (runs / "abs" / "results.jsonl").write_text("\n".join(rows))
     shutil.copytree(runs / "none", tmp_path / "lr[1]")
     [run] = results(probe.main, tmp_path / "one", "--runs", tmp_path / "lr[1]")["runs"]
@@ -237,7 +241,18 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path):
     assert {*found} == {"none", "abs", "both", "clm"}
     assert found["abs"]["scores"] == {"docs accuracy": pytest.approx(0.65)}
     assert found["clm"]["db"] == "inf"  # a causal map
-    results(terms.main, tmp_path / "terms", "--ckpt", runs / "abs", runs / "both", "--text", "$a$")
+    # Of the terms, those of the head are drawn in which positions matter most.
+    maps = [torch.zeros(2, 9, 9) for _ in range(2)]
+    maps[0][0], maps[1][1] = torch.randn(9, 9), 0.1 * torch.randn(9, 9)
+    monkeypatch.setattr(terms, "logit_terms", lambda *_: dict(zip(("tokens", "positions"), maps)))
+    flags = "--ckpt", runs / "abs", runs / "both", "--text", "$a$"
+    assert [run["head"] for run in results(terms.main, tmp_path / "terms", *flags)["runs"]] == [
+        2,
+        2,
+    ]
+    assert output_folder(runs / "abs", "terms", None) == runs / "abs" / "terms"
+    (runs / "abs" / "ckpt_6.pt").touch()
+    assert output_folder(runs / "abs" / "ckpt_6.pt", "terms", None).name == "terms_ckpt_6"
     assert (tmp_path / "terms" / "terms.png").exists()
     none, alibi = results(probe.main, tmp_path / "pe", "--pe", "none,alibi")["schemes"]
     assert none["aiv"] is None and alibi["opr"] == 0 and alibi["aiv"] < 0.03
@@ -285,10 +300,11 @@ def test_dynamics_of_a_run(runs, corpus, tmp_path, monkeypatch):
 
 def test_blimp_of_a_run(runs, tmp_path):
     """Without positions, two orders of the same tokens tie; the more likely sentence wins (the one
-    with fewer tokens in an untrained model); too long pairs are left out."""
+    with fewer tokens in an untrained model); too long pairs are left out; paradigms count equally,
+    however many pairs they have."""
     pairs = runs / "pairs.jsonl.xz"
     found = results(blimp.main, tmp_path, "--ckpt", runs / "none", "--pairs", pairs)
-    assert (found["pairs"], found["left_out"], found["order_only_pairs"]) == (2, 1, 1)
+    assert (found["pairs"], found["left_out"], found["order_only_pairs"]) == (3, 1, 1)
     assert (found["order_only"], found["mean"]) == (0.5, 0.75)
 
 
