@@ -22,7 +22,7 @@ from model import UNKNOWN_POS
 from objectives import random_tokens, seeded_generator, shuffled_positions
 from test_all import ALL_PE, CLS, MASK, SEP, close, corrupted, enlarge, pretraining, sequences, tiny
 from tests.conftest import log_of, one_line, run_train
-from tools import blimp, dynamics, lengths, probe, terms
+from tools import blimp, dynamics, gap, lengths, probe, terms
 from tools.output import output_folder
 
 
@@ -306,6 +306,31 @@ def test_blimp_of_a_run(runs, tmp_path):
     found = results(blimp.main, tmp_path, "--ckpt", runs / "none", "--pairs", pairs)
     assert (found["pairs"], found["left_out"], found["order_only_pairs"]) == (3, 1, 1)
     assert (found["order_only"], found["mean"]) == (0.5, 0.75)
+
+
+def test_gap_between_runs(runs, corpus, monkeypatch, capsys):
+    """The losses are those of single sequences; the interval is that of a mean; runs whose masked
+    tokens differ are refused."""
+    monkeypatch.setattr(gap, "BATCH", 1)
+    gap.main([str(runs / name) for name in ("none", "abs", "none")])
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()[-3:]]
+    sequences, losses = data.validation_sequences(corpus, gap.SEQUENCES, 16), []
+    for name in ("none", "abs"):
+        model, total = objectives.load(runs / name), 0
+        for number, tokens in enumerate(sequences.split(1)):
+            batch = objectives.new_batch(tokens, model.encoder.config.vocab_size)
+            mlm = model.objectives["mlm"]
+            mlm.corrupt(batch, objectives.seeded_generator("cpu", "gap", number))
+            loss, _ = mlm.loss(model.encoder, model.encoder(batch["tokens"]), batch)
+            total += float(loss) / len(sequences)  # all have the same number of masked tokens
+        losses.append(total)
+    assert [float(line[2]) for line in lines] == pytest.approx([*losses, losses[0]], abs=1e-4)
+    assert float(lines[1][3]) == pytest.approx(losses[1] - losses[0], abs=2e-4)
+    assert "+0.0000 to +0.0000" in lines[2][4]
+    x, n = np.random.default_rng(1).normal(1, 3, 5000), np.full(5000, 2.0)
+    expected = x.mean() / 2 + np.array([-1.96, 1.96]) * x.std() / 2 / 5000**0.5
+    assert gap.interval(x, n) == pytest.approx(expected, abs=0.003)
+    assert "without mlm" in one_line(capsys, gap.main, [str(runs / "none"), str(runs / "clm")])
 
 
 def test_lengths_of_a_run(runs, corpus, tmp_path, monkeypatch):
