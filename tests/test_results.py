@@ -70,7 +70,7 @@ def test_ranking():
             expected.setdefault(found[1], []).append(row["val_loss"])
     rank = sorted(expected, key=lambda pe: sum(expected[pe]) / len(expected[pe]))
     table = {line["scheme"]: line for line in show.ranking(rows)}
-    assert [*table] == rank and len(rank) == 28
+    assert [*table] == rank and len(rank) == 30
     none = Encoder(EncoderConfig(vocab_size=8192, pe="none"))
     for pe, line in table.items():
         assert line["loss, 6 M tokens"] == f"{sum(expected[pe]) / len(expected[pe]):.2f}"
