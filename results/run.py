@@ -350,7 +350,7 @@ def run_mine(flags):
     if "lengths" in runs[0]:
         of_mine = {"pe": pe, "change": "", "steps": args.steps}
         rises = longer.table(
-            [row for row in read_jsonl(longer.ROWS) if not row["change"]]
+            [x for x in read_jsonl(longer.ROWS) if x["pe"] in SCHEMES and not x["change"]]
             + [of_mine | {"losses": run["lengths"]} for run in runs]
         )
         print("\nloss on a part of the text in sequences of 64 tokens, and its rise on longer ones")
