@@ -36,7 +36,7 @@ import model as model_module
 import objectives
 import train
 from lib import baselines, bpe
-from lib.config import pick_fields
+from lib.config import UserError, pick_fields
 from lib.device import autocast
 from lib.files import read_jsonl
 from lib.weights import warm_start
@@ -1103,8 +1103,10 @@ def test_validation_sequences_cover_the_stream(corpus, monkeypatch):
 @pytest.mark.parametrize("preset", train.PRESETS)
 def test_presets_and_names(preset):
     """A flag overrides the preset. A run is named after what determines it."""
-    args = train.parse_args(["--steps", "7", "--preset", preset, "--objective", "pplm+mlm"])
+    flags = "--steps", "7", "--objective", "pplm+mlm", "--loss_weights", "2", "1"
+    args = train.parse_args(["--preset", preset, *flags])
     assert args.steps == 7 and args.lr == train.PRESETS[preset]["lr"]
+    assert args.loss_weights == (1, 2)  # in the order of mlm+pplm
     assert args.out_dir == f"out/{args.dataset}-{preset}-abs-mlm+pplm-s1337"
     args = train.parse_args(["--warmup", "0", "--dropout", ".3", "--block_size", "99"])
     assert (args.warmup, args.attn_dropout, args.max_len) == (0, 0.3, 99)
@@ -1342,6 +1344,9 @@ def test_tacos_flags(run, capsys):
         for folder in (first, frozen, run("c", flags))
     )
     assert torch.equal(first, frozen) and 0 < (learned - first).abs().max() < 0.02
+    a, b = ({"name": "bpe", "mergeable_ranks": {token: 0}} for token in (b"a", b"b"))
+    with pytest.raises(UserError, match="different tokenizer"):  # of another text
+        train.initialize(None, None, {"run": {"tokenizer": a}}, b)
 
 
 # ----- evaluation
