@@ -124,6 +124,7 @@ def test_squad_windows(corpus, seed):
     answer = [i for i, (x, y) in enumerate(spans) if golds and y > a and x < b]
     start, end, cfg = 0, -1, EncoderConfig(vocab_size=8192)
     q = squad.Question((" who?", context), golds, [a] * (a < b))
+    list(squad.windows(2, q, tokenizer, cfg, length))  # another question about the same context
     for (row, label), window in squad.windows(3, q, tokenizer, cfg, length):
         assert end < len(ids), "no window after the one with the last token"
         offset, room = window.offset, length - window.offset - 1
