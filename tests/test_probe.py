@@ -228,7 +228,8 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path, monkeypatch):
     rows += [(5, 0.2, 0, 0.7), (5, 0.2, 1, 0.6)]  # seed 0 was repeated: the last one counts
     rows = [dict(epochs=n, lr=lr, seed=s, metrics={"accuracy": x}) for n, lr, s, x in rows]
     rows = [{"task": "docs", "ckpt": "run", "step": 12, **row} for row in rows]
-    rows.append(rows[3] | {"step": 6})  # from an earlier checkpoint: it does not count
+    # Scores from an earlier checkpoint and with other settings do not count.
+    rows = [rows[3] | {"n_train": 7, "seed": 2}, *rows, rows[3] | {"step": 6}]
     rows = map(json.dumps, rows)
     (runs / "abs" / "results.jsonl").write_text("\n".join(rows))
     shutil.copytree(runs / "none", tmp_path / "lr[1]")
@@ -342,7 +343,9 @@ def test_lengths_of_a_run(runs, corpus, tmp_path, monkeypatch):
     cfg, mlm = model.encoder.config, model.objectives["mlm"]
     tokens, original, masked = lengths.masked_text(corpus, mlm, 40)
     for n in (14, 38):
-        losses = defaultdict(list)
+        losses, whole = defaultdict(list), len(masked) // n * n
+        positions, _ = lengths.losses_by_position(model, (tokens, original, masked), n + 2)
+        assert positions.tolist() == [i % n + 1 for i in range(whole) if masked[i]]
         for start in range(0, len(tokens) - n + 1, n):
             row = torch.tensor([[cfg.cls_id, *tokens[start : start + n].tolist(), cfg.sep_id]])
             log_p = mlm.token_logits(model.encoder, model.encoder(row)[0]).log_softmax(-1)
