@@ -118,6 +118,7 @@ def draw_ranking(rows, both=True):
     order = sorted(schemes, key=lambda pe: number(pe, both))
     x = "validation loss of mlm (nats); a dot is a seed, the number "
     x += "that of seed 1337; gray: after 6 M tokens, their mean" if both else "their mean"
+    x += "" if both else "; xl, alibi_ns: other vocabulary, which adds up to .07"
     [[axes]] = panels(title, x, height=4.4 if both else 7)
     name_lines(axes, order)
     for line, (pe, tick) in enumerate(zip(order, axes.get_yticklabels())):

@@ -97,6 +97,7 @@ SHOWN = {
     "classroom": "loss|copy|random tokens|shuffled tokens|AUC|spread|uses tokens at|minutes",
     "lengths": "loss",
     "clipped": "loss",
+    "ids": "loss",
     "objectives": "mlm loss|at true positions|loss|random tokens|contextual score|order-only",
     "taco": "mlm loss|loss|minutes",
     "docs-task": "mlm loss|loss",
