@@ -252,7 +252,6 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path, monkeypatch):
         2,
     ]
     assert output_folder(runs / "abs", "terms", None) == runs / "abs" / "terms"
-    (runs / "abs" / "ckpt_6.pt").touch()
     assert output_folder(runs / "abs" / "ckpt_6.pt", "terms", None).name == "terms_ckpt_6"
     assert (tmp_path / "terms" / "terms.png").exists()
     none, alibi = results(probe.main, tmp_path / "pe", "--pe", "none,alibi")["schemes"]
