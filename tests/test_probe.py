@@ -252,7 +252,7 @@ def test_comparison_of_runs_and_of_schemes(runs, tmp_path, monkeypatch):
         2,
     ]
     assert output_folder(runs / "abs", "terms", None) == runs / "abs" / "terms"
-    assert output_folder(runs / "abs" / "ckpt_6.pt", "terms", None).name == "terms_ckpt_6"
+    assert output_folder(runs / "abs" / "ckpt_4.pt", "terms", None).name == "terms_ckpt_4"
     assert (tmp_path / "terms" / "terms.png").exists()
     none, alibi = results(probe.main, tmp_path / "pe", "--pe", "none,alibi")["schemes"]
     assert none["aiv"] is None and alibi["opr"] == 0 and alibi["aiv"] < 0.03
