@@ -51,15 +51,12 @@ def clip_offsets(part, cfg, factor):
     """Offsets beyond CLIP share the vector of CLIP."""
     for module in part.modules():
         if isinstance(module, OffsetTable):
-            old = len(module.weight) // 2 - 1
-            rows = torch.arange(-CLIP, CLIP + 1) + old
-            module.weight = nn.Parameter(module.weight[[*rows, -1]])
-    if hasattr(part, "max_offset"):
-        part.max_offset = CLIP
+            smaller = OffsetTable(replace(cfg, max_offset=CLIP), module.embedding_dim)
+            module.weight = nn.Parameter(smaller.resized(module.weight))
 
 
 def clip_buckets(part, cfg, factor):
-    """Distances beyond CLIP share its bucket of t5."""
+    """Distances beyond CLIP share the bucket of CLIP."""
     part.bucket[CLIP:] = part.bucket[CLIP]
 
 
@@ -67,7 +64,9 @@ CLIPPED = f"offsets clipped to ±{CLIP}"
 CHANGES = {  # scheme: {name of the change: function}
     "rope": {"positions interpolated": interpolate, "larger base": enlarge_base},
     "t5": {CLIPPED: clip_buckets},
-} | {pe: {CLIPPED: clip_offsets} for pe in ("rel", "rsin", "deberta", "xl")}
+    "rel": {CLIPPED: clip_offsets},
+    "deberta": {CLIPPED: clip_offsets},
+}
 FLAGS = {"t5_random": f"--t5_max_distance {LENGTHS[-1]}"}
 FLAGS["tupe_r_random"] = FLAGS["t5_random"]
 

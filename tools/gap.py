@@ -5,7 +5,7 @@
 All runs are scored with mlm on the same 4,096 sequences of the validation text, or as many as there
 are, with the same masked tokens. The interval is a bootstrap over sequences: if it excludes 0,
 other text of this kind would hardly reverse the order of these two models. It says nothing about
-seeds, which often differ by more: compare those of both schemes, too.
+seeds, which may differ by more: compare several of each scheme.
 """
 
 import os
