@@ -23,13 +23,24 @@ import tempfile
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.utils import parametrize
 
 import model
 import train
 from lib.config import Parser, one_line_errors
 from lib.device import git_commit, processor_name
 from lib.files import append_jsonl, read_jsonl
-from model import Absolute, BertAD, Component, UntiedPositions, embedding, reset_cls
+from model import (
+    Absolute,
+    BertAD,
+    Component,
+    T5Bias,
+    T5UntieCls,
+    TupeFree,
+    UntiedPositions,
+    embedding,
+    reset_cls,
+)
 from results.show import HERE
 from tools import order
 from tools.output import print_table
@@ -130,6 +141,28 @@ class BertADSmall(BertAD):
             nn.init.normal_(u.weight, std=0.02)
 
 
+def ten_times_the_rate(scheme):
+    """A class of model.py whose scalars per head and bucket, or per head and pair of positions, are
+    10 w. So w is a tenth of them at first, and an update of Adam moves them ten times as far."""
+
+    class Ten(nn.Module):
+        def forward(self, w):
+            return 10 * w
+
+        def right_inverse(self, scalars):
+            return scalars / 10
+
+    class Faster(scheme):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            table = getattr(self, "relative_bias", self).table
+            embedding = isinstance(table, nn.Embedding)
+            holder, name = (table, "weight") if embedding else (self, "table")
+            parametrize.register_parametrization(holder, name, Ten())
+
+    return Faster
+
+
 PP, CROSS = ("position-position",), ("token-position",)
 CELLS = {  # name: (what it is, a class or what it changes in qk)
     "abs_xavier": ("abs, W_Q and W_K initialized as U_Q and U_K", large_positions(1, True)),
@@ -161,6 +194,9 @@ CELLS = {  # name: (what it is, a class or what it changes in qk)
     "separate_pp": ("qk_pp, through U_Q and U_K", {"separate": True, "terms": PP}),
     "separate_cross": ("qk_cross, through U_Q and U_K", {"separate": True, "terms": CROSS}),
     "bert_ad_no_norm": ("bert_ad, without the LayerNorm of p", BertADNoNorm),
+    "t5_rate": ("t5, ten times the learning rate for its table", ten_times_the_rate(T5Bias)),
+    "t5_untie_cls_rate": ("the same of t5_untie_cls", ten_times_the_rate(T5UntieCls)),
+    "tupe_a_free_rate": ("the same of tupe_a_free", ten_times_the_rate(TupeFree)),
     "bert_ad_small": ("bert_ad, U_Q and U_K initialized as W_Q and W_K", BertADSmall),
 }
 

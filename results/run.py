@@ -64,7 +64,9 @@ ROWS = HERE / "runs.jsonl"
 OUT = Path("out/results")
 SEEDS = (1337, 1, 2, 3, 4)
 ALIASES = {"bert_a", "bert_r"}  # of abs and abs+t5
-WEB = set("schemes ids ranking recipe lengths taco objectives glue lab".split())  # trained on $TEXT
+WEB = set(
+    "schemes tuned ids ranking recipe lengths taco objectives glue lab".split()
+)  # trained on $TEXT
 PAPERS = {"rpp-table-1", "tupe-figure-4", "taco-table-1", "wang-table-3"}
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
 ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
@@ -136,9 +138,10 @@ def commands(table, name, root=OUT):
     if "--keep_every" in flags and table not in PAPERS:
         parts["dynamics"] = f"python -m tools.dynamics --ckpt {out}"
     extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
-    if table in ("lengths", "clipped") or table == "ranking" and extrapolates:
-        shortest = "" if table == "lengths" else "64,"
-        parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths {shortest}128,256,512"
+    if table in ("lengths", "clipped", "long-text") or table == "ranking" and extrapolates:
+        lengths = {"lengths": "128,256,512", "long-text": "1024,2048"}
+        lengths = lengths.get(table, "64,128,256,512")
+        parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths {lengths}"
     scored = table in ("recipe", "schemes", "objectives", "ranking") and "-tc-" not in name
     if scored and "BLIMP" in os.environ:  # tc alone has no likelihoods
         parts["blimp"] = f'python -m tools.blimp --ckpt {out} --pairs "$BLIMP"'
