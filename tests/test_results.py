@@ -17,7 +17,7 @@ from matplotlib.text import Text
 import finetune
 import model
 import train
-from model import Encoder, EncoderConfig
+from model import Encoder, EncoderConfig, Positions
 from results import cells, figures, longer, run, show
 from results.show import without_seed
 from tests.conftest import TINY, exit_code, one_line, write_corpus
@@ -256,6 +256,25 @@ def test_cells_equal_the_schemes_between_which_they_lie(monkeypatch):
         with monkeypatch.context() as patch:
             found = cell(patch, name, scale_terms=scale)(tokens)
             torch.testing.assert_close(found, cell(patch, pe)(tokens))
+
+
+@pytest.mark.parametrize("name", ["t5", "t5_untie_cls", "tupe_a_free"])
+def test_ten_times_the_rate(monkeypatch, name):
+    """The scalars start at the same values, and a step of SGD moves them 100 times as far: their
+    gradient is ten times as large, and so is what a step does to them. (Adam's: ten times.)"""
+    scalars = []
+    for pe in (name, f"{name}_rate"):
+        torch.manual_seed(0)
+        encoder, tokens = cell(monkeypatch, pe), torch.arange(6)[None]
+        bias = encoder.scheme.bias(Positions.of(tokens))
+        optimizer = torch.optim.SGD(encoder.scheme.parameters(), lr=0.001)
+        (bias * torch.arange(6.0)).sum().backward()
+        optimizer.step()
+        scalars.append((bias.detach(), encoder.scheme.bias(Positions.of(tokens)) - bias))
+    (before, moved), (before_10, moved_10) = scalars
+    torch.testing.assert_close(before, before_10)
+    inner = (slice(None), slice(None), slice(1, None), slice(1, None))  # without [CLS]
+    torch.testing.assert_close(moved_10[inner], 100 * moved[inner])
 
 
 @pytest.mark.parametrize("name", [n for n, x in cells.CELLS.items() if isinstance(x[1], dict)])
