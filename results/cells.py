@@ -156,8 +156,8 @@ def ten_times_the_rate(scheme):
         def __init__(self, cfg):
             super().__init__(cfg)
             table = getattr(self, "relative_bias", self).table
-            embedding = isinstance(table, nn.Embedding)
-            holder, name = (table, "weight") if embedding else (self, "table")
+            has_rows = isinstance(table, nn.Embedding)  # TupeFree's table is a parameter
+            holder, name = (table, "weight") if has_rows else (self, "table")
             parametrize.register_parametrization(holder, name, Ten())
 
     return Faster

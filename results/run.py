@@ -15,8 +15,8 @@ Some tables need text to train on, GLUE, or minimal pairs:
     TEXT='texts/*.jsonl.xz' BLIMP=blimp/data python -m results.run recipe
     TEXT='texts/*.jsonl.xz' GLUE=glue python -m results.run taco
 
-TEXT is what schemes, ids, ranking, recipe, lengths, taco, objectives, glue and lab are trained on.
-GLUE is the folder of the official files (default for the papers' tables: the hub). BLIMP is a
+TEXT is what schemes, tuned, ids, ranking, recipe, lengths, taco, objectives, glue and lab are
+trained on. GLUE is the folder of the official files (default for the papers' tables: the hub). BLIMP is a
 folder of minimal pairs; without it they are not scored.
 
 A run is trained in out/results/NAME, probed and fine-tuned there; once everything is done, its row
@@ -64,9 +64,8 @@ ROWS = HERE / "runs.jsonl"
 OUT = Path("out/results")
 SEEDS = (1337, 1, 2, 3, 4)
 ALIASES = {"bert_a", "bert_r"}  # of abs and abs+t5
-WEB = set(
-    "schemes tuned ids ranking recipe lengths taco objectives glue lab".split()
-)  # trained on $TEXT
+# Trained on $TEXT
+WEB = set("schemes tuned ids ranking recipe lengths taco objectives glue lab".split())
 PAPERS = {"rpp-table-1", "tupe-figure-4", "taco-table-1", "wang-table-3"}
 RANGES = (3, 5, 10, 20, 40, 62)  # neighbors for OPR and DB
 ARGS = "pe objective preset seed steps lr warmup norm n_head pos_rate batch_size block_size".split()
