@@ -16,8 +16,8 @@ Some tables need text to train on, GLUE, or minimal pairs:
     TEXT='texts/*.jsonl.xz' GLUE=glue python -m results.run taco
 
 TEXT is what schemes, tuned, ids, ranking, recipe, lengths, taco, objectives, glue and lab are
-trained on. GLUE is the folder of the official files (default for the papers' tables: the hub). BLIMP is a
-folder of minimal pairs; without it they are not scored.
+trained on. GLUE is the folder of the official files (default for the papers' tables: the hub).
+BLIMP is a folder of minimal pairs; without it they are not scored.
 
 A run is trained in out/results/NAME, probed and fine-tuned there; once everything is done, its row
 is appended to runs.jsonl. The last row of a name counts; to make a row again, delete its line and
