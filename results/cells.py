@@ -92,7 +92,7 @@ class Block(model.Block):
 
     def __init__(self, cfg, layer):
         super().__init__(cfg, layer)
-        if getattr(model.SCHEMES[cfg.pe][0], "xavier", False):
+        if any(getattr(part, "xavier", False) for part in model.parse_pe(cfg.pe)):
             for weight in self.qkv.weight.data.chunk(3)[:2]:
                 nn.init.xavier_uniform_(weight)
 

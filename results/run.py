@@ -138,7 +138,8 @@ def commands(table, name, root=OUT):
         parts["dynamics"] = f"python -m tools.dynamics --ckpt {out}"
     extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
     if table in ("lengths", "clipped", "long-text") or table == "ranking" and extrapolates:
-        lengths = {"lengths": "128,256,512", "long-text": "1024,2048"}
+        long_text = "1024,2048" if extrapolates else "1024"
+        lengths = {"lengths": "128,256,512", "long-text": long_text}
         lengths = lengths.get(table, "64,128,256,512")
         parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths {lengths}"
     scored = table in ("recipe", "schemes", "objectives", "ranking") and "-tc-" not in name
