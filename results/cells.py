@@ -217,7 +217,7 @@ def run(task, cell, seed, flags, file=ROWS):
     if task == "order":
         args = order.parse_args(["--pe", cell, *shlex.split(f"{NEIGHBOR} {flags}")])
         accuracy, curve = order.measure(cell, "left neighbor", seed, args)
-        found = {"accuracy": accuracy, "curve": [[step, round(x, 3)] for step, x in curve]}
+        found = {"accuracy": accuracy, "curve": curve}
     else:
         with tempfile.TemporaryDirectory() as folder:
             given = ["--pe", cell, "--seed", str(seed), "--out_dir", folder]
@@ -240,7 +240,7 @@ def table(rows):
         what = CELLS.get(row["cell"], (f"scheme {row['cell']}",))[0]
         line = lines.setdefault(name, {"cell": name, "": what})
         if row["task"] == "order":
-            curve = dict(map(tuple, row["curve"]))
+            curve = {step: right for step, right, *_ in row["curve"]}
             for step in (200, 300, 600):
                 line.setdefault(f"at step {step}", []).append(f"{curve.get(step, math.nan):.2f}")
         else:

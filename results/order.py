@@ -25,7 +25,7 @@ def run(schemes, seeds=SEEDS, file=ROWS):
             if (pe, seed) not in there:
                 args = order.parse_args(["--pe", pe])
                 found = {task: order.measure(pe, task, seed, args) for task in order.TASKS}
-                curve = {t: [[i, round(x, 3)] for i, x in c] for t, (_, c) in found.items()}
+                curve = {task: curve for task, (_, curve) in found.items()}
                 append_row(file, pe, seed, {t: a for t, (a, _) in found.items()}, curve=curve)
     if file == ROWS and "bag" not in {row["pe"] for row in read_jsonl(file)}:
         found = {}
@@ -63,7 +63,7 @@ def correlations(losses, file=ROWS, samples=1000):
     during = {}
     for row in read_jsonl(file):
         for task, curve in row.get("curve", {}).items():
-            mean = statistics.mean(accuracy for _, accuracy in curve)
+            mean = statistics.mean(accuracy for _, accuracy, *_ in curve)
             during.setdefault(task, {}).setdefault(row["pe"], []).append(mean)
     generator, found = np.random.default_rng(0), []
     for task, by_scheme in during.items():

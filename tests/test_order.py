@@ -85,3 +85,12 @@ def test_an_encoder_learns_what_its_scheme_can_represent(capsys):
     assert t5 > 0.9 and none < bag + 0.03 and none < 0.6
     assert "unknown --pe 'foo'" in one_line(capsys, order.main, ["--pe", "rope,foo"])
     assert "unknown task 'x'" in one_line(capsys, order.main, ["--pe", "t5", "--tasks", "x"])
+
+
+def test_the_output_layer_can_begin_at_zero():
+    """Without learning, the answer is then always 0, and hidden states still tell tokens apart."""
+    args = "--pe none --length 24 --steps 20 --lr 1e-50 --zero_head".split()
+    accuracies, [[step, accuracy, spread]] = order.measure(
+        "none", "index odd?", 0, order.parse_args(args)
+    )
+    assert accuracies == [0.5] * 3 and (step, accuracy) == (20, 0.5) and 0.9 < spread <= 1

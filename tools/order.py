@@ -24,6 +24,7 @@ from lib.config import Parser, UserError, between, one_line_errors
 from model import N_SPECIALS, Encoder, EncoderConfig, parse_pe
 from objectives import seeded_generator
 from tools.output import print_table
+from tools.probe import token_spread
 
 UNSCORED = -100  # the target of a token that has no answer: what cross_entropy ignores
 BATCH, TEST_SEQUENCES = 32, 512
@@ -134,20 +135,25 @@ def draw_batch(task, B, n, V, generator):
 
 def measure(pe, task, seed, args):
     """Train an encoder with a scheme on a task -> its accuracies on sequences of 1, 2 and 4 times
-    the length, and [[step, accuracy on that step's batch], ...] every 20 steps. (No sequence is
-    trained on twice, so this is the accuracy on new ones.)"""
+    the length, and every 20 steps [step, accuracy on that step's batch, spread of the last hidden
+    states]. (No sequence is trained on twice, so this is the accuracy on new ones.)"""
     torch.manual_seed(seed)
     V, generator = args.vocab, seeded_generator("cpu", "order", task, seed)
     shape = dict(n_layer=args.layers, n_head=4, d_model=64, d_ff=256, max_len=4 * args.length)
     shape |= {name: getattr(args, name) for name in ("norm", "t5_max_distance", "max_offset")}
     cfg = EncoderConfig(V + 2 + N_SPECIALS, pe, **shape, dropout=0.0, attn_dropout=0.0)
     encoder, head = Encoder(cfg), nn.Linear(cfg.d_model, V + 2)
+    if args.zero_head:
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
     parameters = [*encoder.parameters(), *head.parameters()]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), eps=1e-6, fused=True)
 
+    def with_specials(x):  # (B, n) -> (B, n + 2)
+        return F.pad(F.pad(x, (1, 0), value=cfg.cls_id), (0, 1), value=cfg.sep_id)
+
     def logits(x):  # (B, n) -> (B, n, V + 2)
-        tokens = F.pad(F.pad(x, (1, 0), value=cfg.cls_id), (0, 1), value=cfg.sep_id)
-        return head(encoder(tokens)[:, 1:-1])
+        return head(encoder(with_specials(x))[:, 1:-1])
 
     def accuracy(found, target):
         return (found == target)[target != UNSCORED].double().mean().item()
@@ -163,7 +169,9 @@ def measure(pe, task, seed, args):
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 20 == 0:
-            curve.append([step + 1, accuracy(predicted.argmax(-1), target)])
+            spread = token_spread(encoder, with_specials(x))[-1]
+            right = accuracy(predicted.argmax(-1), target)
+            curve.append([step + 1, round(right, 3), round(spread, 3)])
 
     accuracies, encoder = [], encoder.eval()
     for longer in (1, 2, 4):
@@ -223,6 +231,7 @@ def parse_args(argv=None):
     flag("--vocab", type=between(int, "[2, 1e6]"), default=32, help="number of different tokens")
     flag("--steps", type=count, default=300, help=f"steps of {BATCH} sequences")
     flag("--lr", type=between(float, "(0, 1e9)"), default=3e-3, help="peak learning rate")
+    flag("--zero_head", action="store_true", help="the output layer begins at 0, not at random")
     flag("--seeds", type=count, default=1, help="seeds 0, 1, ...; the mean is printed")
     return parser.parse_args(argv)
 

@@ -243,6 +243,7 @@ def mlm_losses(model, corpus):
     return losses
 
 
+@torch.no_grad()
 def token_spread(encoder, tokens, causal=False):
     """How much hidden states depend on their own tokens, after each layer: their RMS after
     subtracting the mean of each sequence and of each position, divided by their RMS before.
