@@ -94,6 +94,7 @@ SHOWN = {
     "pplm": TOKENS,
     "plateau": f"{TOKENS}|AIV",
     "rates": "loss|last 200 steps",
+    "tuned": "loss|last 200 steps",
     "classroom": "loss|copy|random tokens|shuffled tokens|AUC|spread|uses tokens at|minutes",
     "lengths": "loss",
     "clipped": "loss",
@@ -174,8 +175,8 @@ def show(table, runs, rows):
     if lines:
         print(f"\n## {table}\n")
         print_table(lines)
-    if lines and table == "rates":
-        print("\nEach scheme at the common and at its own learning rate (show.own_rates)\n")
+    if lines and table in ("rates", "tuned"):
+        print("\nEach scheme at its own learning rate (show.own_rates)\n")
         print_table(own_rates([rows[name] for name in runs if name in rows]))
     if lines and table == "schemes":
         print("\nWang 2021, table 5 and figure 5 (show.correlations)\n")
@@ -281,23 +282,31 @@ def ranking(rows):
 
 
 def own_rates(rows):
-    """Each scheme at the common learning rate and at its own, the one with the lowest training loss
-    in the last 200 of 1,500 steps (seed 1337). Their text is seen once, so nothing is tuned on
-    validation text."""
-    by_rate, chosen, lines = {}, {}, {}
+    """-> a line for each scheme: its learning rate, the one with the lowest training loss in the
+    last 200 steps of the shortest runs (seed 1337); the losses of these runs at each rate, and of
+    longer ones at the common rate and at its own. Sorted by the loss at its own rate, for which
+    nothing was tuned on validation text."""
+    (shortest, *longer), lines = sorted({row["args"]["steps"] for row in rows}), []
+    by_rate, chosen = {}, {}  # {(scheme, steps, rate): losses}, {scheme: (training loss, rate)}
     for row in rows:
         args = row["args"]
-        by_rate.setdefault((args["pe"], args["steps"], args["lr"]), []).append(row)
-        last = COLUMNS["last 200 steps"](row)
-        if args["steps"] == 1500 and args["seed"] == 1337:
+        by_rate.setdefault((args["pe"], args["steps"], args["lr"]), []).append(loss(row))
+        if args["steps"] == shortest and args["seed"] == 1337:
+            last = COLUMNS["last 200 steps"](row)
             chosen[args["pe"]] = min((last, args["lr"]), chosen.get(args["pe"], (np.inf,)))
-    for pe, (_, own) in chosen.items():
-        lines[pe] = {"scheme": pe, "own learning rate": f"{own:g}"}
-        for steps in (1500, 6000):
+    rates = sorted({lr for _, steps, lr in by_rate if steps == shortest})
+    for pe, (_, own) in sorted(
+        chosen.items(), key=lambda x: statistics.mean(by_rate[x[0], shortest, x[1][1]])
+    ):
+        line = {"scheme": pe, "own learning rate": f"{own:g}"}
+        for lr in rates:
+            line[f"{lr:g}"] = join_seeds(by_rate.get((pe, shortest, lr), ()))
+        for steps in longer:
             for name, lr in {"common": 3e-3, "own": own}.items():
-                losses = map(loss, by_rate.get((pe, steps, lr), ()))
-                lines[pe][f"{steps:,} steps, {name}"] = join_seeds(losses)
-    return [*lines.values()]
+                losses = by_rate.get((pe, steps, lr), ())
+                line[f"{steps:,} steps, {name}"] = join_seeds(losses)
+        lines.append(line)
+    return lines
 
 
 def correlations(rows):
