@@ -142,15 +142,15 @@ class BertADSmall(BertAD):
 
 
 def ten_times_the_rate(scheme):
-    """A class of model.py whose scalars per head and bucket, or per head and pair of positions, are
-    10 w. So w is a tenth of them at first, and an update of Adam moves them ten times as far."""
+    """A class of model.py whose table is 10 w. So w is a tenth of the table at first, and an update
+    of Adam moves the table ten times as far."""
 
     class Ten(nn.Module):
         def forward(self, w):
             return 10 * w
 
-        def right_inverse(self, scalars):
-            return scalars / 10
+        def right_inverse(self, table):
+            return table / 10
 
     class Faster(scheme):
         def __init__(self, cfg):
@@ -168,6 +168,7 @@ CELLS = {  # name: (what it is, a class or what it changes in qk)
     "abs_xavier": ("abs, W_Q and W_K initialized as U_Q and U_K", large_positions(1, True)),
     "abs_large": ("abs, initial p 5 times as large", large_positions(5)),
     "abs_large_xavier": ("both", large_positions(5, True)),
+    "abs_rate": ("abs, ten times the learning rate for p", ten_times_the_rate(Absolute)),
     "qk": ("p in queries and keys only, of every layer, through W_Q and W_K", {}),
     "qk_pp": ("qk, without the mixed terms", {"terms": PP}),
     "qk_pp_xavier": (

@@ -258,23 +258,23 @@ def test_cells_equal_the_schemes_between_which_they_lie(monkeypatch):
             torch.testing.assert_close(found, cell(patch, pe)(tokens))
 
 
-@pytest.mark.parametrize("name", ["t5", "t5_untie_cls", "tupe_a_free"])
+@pytest.mark.parametrize("name", ["abs", "t5", "t5_untie_cls", "tupe_a_free"])
 def test_ten_times_the_rate(monkeypatch, name):
-    """The scalars start at the same values, and a step of SGD moves them 100 times as far: their
-    gradient is ten times as large, and so is what a step does to them. (Adam's: ten times.)"""
-    scalars = []
+    """The vectors or scalars start at the same values, and a step of SGD moves them 100 times as
+    far: their gradient is ten times as large, and so is what a step does. (Adam's: ten times.)"""
+    found = []
     for pe in (name, f"{name}_rate"):
         torch.manual_seed(0)
         encoder, tokens = cell(monkeypatch, pe), torch.arange(6)[None]
-        bias = encoder.scheme.bias(Positions.of(tokens))
+        hook = encoder.scheme.embed if name == "abs" else encoder.scheme.bias
+        before = hook(Positions.of(tokens))
         optimizer = torch.optim.SGD(encoder.scheme.parameters(), lr=0.001)
-        (bias * torch.arange(6.0)).sum().backward()
+        (before * torch.arange(before.size(-1))).sum().backward()
         optimizer.step()
-        scalars.append((bias.detach(), encoder.scheme.bias(Positions.of(tokens)) - bias))
-    (before, moved), (before_10, moved_10) = scalars
+        found.append((before.detach(), hook(Positions.of(tokens)) - before))
+    (before, moved), (before_10, moved_10) = found
     torch.testing.assert_close(before, before_10)
-    inner = (slice(None), slice(None), slice(1, None), slice(1, None))  # without [CLS]
-    torch.testing.assert_close(moved_10[inner], 100 * moved[inner])
+    torch.testing.assert_close(moved_10[..., 1:, 1:], 100 * moved[..., 1:, 1:])  # without [CLS]
 
 
 @pytest.mark.parametrize("name", [n for n, x in cells.CELLS.items() if isinstance(x[1], dict)])
