@@ -37,6 +37,7 @@ from model import (
     T5Bias,
     T5UntieCls,
     TupeFree,
+    TupeR,
     UntiedPositions,
     embedding,
     reset_cls,
@@ -198,6 +199,7 @@ CELLS = {  # name: (what it is, a class or what it changes in qk)
     "t5_rate": ("t5, ten times the learning rate for its table", ten_times_the_rate(T5Bias)),
     "t5_untie_cls_rate": ("the same of t5_untie_cls", ten_times_the_rate(T5UntieCls)),
     "tupe_a_free_rate": ("the same of tupe_a_free", ten_times_the_rate(TupeFree)),
+    "tupe_r_rate": ("the same of T5's table in tupe_r", ten_times_the_rate(TupeR)),
     "bert_ad_small": ("bert_ad, U_Q and U_K initialized as W_Q and W_K", BertADSmall),
 }
 
