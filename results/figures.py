@@ -431,6 +431,28 @@ def draw_cells(rows):
     return axes
 
 
+def draw_collapse(rows):
+    """Order task of results/cells.py: spreads of hidden states, and accuracies."""
+    title = "Positions at the input or in the values: all hidden states become alike "
+    title += "before attention finds the neighbor"
+    names = {"none": ("none", GRAY)} | {x: CELLS[x] for x in ("abs", "qk_input", "qk_values", "qk")}
+    x = "step; the task: name the token to the left, one of 4,096 (seed 2)"
+    grid = panels(title, x, grid=(2, 1), height=4.6, sharey=False)
+    curves = {
+        row["cell"]: list(zip(*row["curve"]))
+        for row in read_jsonl(HERE / "cells.jsonl")
+        if (row["task"], row["seed"], row["flags"]) == ("order", 2, "")
+    }
+    for [axes], column, what in zip(grid, (2, 1), ("spread", "accuracy")):
+        for name, (_, color) in names.items():
+            style = "--" if name == "qk_input" else "-"
+            axes.plot(curves[name][0], curves[name][column], style, color=color)
+        axes.set_ylabel(what)
+    ends = {label: (curves[name][2][-1], color) for name, (label, color) in names.items()}
+    label_ends(grid[0, 0], ends)
+    return grid[0, 0]
+
+
 RACERS = {"Roberta": "RoBERTa (abs)", "MPNet": "MPNet", "DebertaV2": "DeBERTa-v2"}
 
 
@@ -500,6 +522,7 @@ FIGURES = {
     "race.png": draw_race,
     "order.png": draw_order,
     "cells.png": draw_cells,
+    "collapse.png": draw_collapse,
     "rotation.png": draw_rotation,
 }
 
