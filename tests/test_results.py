@@ -127,7 +127,8 @@ def test_figures():
     wide = {pe: rows[f"lab-{pe}-12000"]["val_loss"] for pe in ("abs", "rope")}
     assert 0.25 < wide["abs"] - wide["rope"] < 0.35
     for name, row in rows.items():
-        first, *_, last = row.get("lengths", {64: 0, 512: 1}).values()
+        losses = [*row.get("lengths", {64: 0, 512: 1}).values()]  # one, if a table ends there
+        first, last = losses[0], losses[-1]
         if re.match("long-(deberta|alibi)", name):
             assert last < first + 0.01
         elif row["args"]["block_size"] == 64:
