@@ -1,5 +1,6 @@
-"""Why does TUPE learn order sooner than BERT? Variants between the two (`cells`), each trained on
-an order task, on docs or on Wikipedia and books; a row for each run is appended to cells.jsonl.
+"""Why does TUPE learn order sooner than BERT? Variants between the two (`cells`), and schemes whose
+table has ten times the learning rate, each trained on an order task, on docs or on Wikipedia and
+books; a row for each run is appended to cells.jsonl.
 
     python -m results.cells                              # the table
     python -m results.cells order abs qk qk_pp           # name the left neighbor of 4,096 tokens
@@ -142,7 +143,7 @@ class BertADSmall(BertAD):
             nn.init.normal_(u.weight, std=0.02)
 
 
-def ten_times_the_rate(scheme):
+def ten_times_the_learning_rate(scheme):
     """A class of model.py whose table is 10 w. So w is a tenth of the table at first, and an update
     of Adam moves the table ten times as far."""
 
@@ -169,7 +170,6 @@ CELLS = {  # name: (what it is, a class or what it changes in qk)
     "abs_xavier": ("abs, W_Q and W_K initialized as U_Q and U_K", large_positions(1, True)),
     "abs_large": ("abs, initial p 5 times as large", large_positions(5)),
     "abs_large_xavier": ("both", large_positions(5, True)),
-    "abs_rate": ("abs, ten times the learning rate for p", ten_times_the_rate(Absolute)),
     "qk": ("p in queries and keys only, of every layer, through W_Q and W_K", {}),
     "qk_pp": ("qk, without the mixed terms", {"terms": PP}),
     "qk_pp_xavier": (
@@ -196,11 +196,15 @@ CELLS = {  # name: (what it is, a class or what it changes in qk)
     "separate_pp": ("qk_pp, through U_Q and U_K", {"separate": True, "terms": PP}),
     "separate_cross": ("qk_cross, through U_Q and U_K", {"separate": True, "terms": CROSS}),
     "bert_ad_no_norm": ("bert_ad, without the LayerNorm of p", BertADNoNorm),
-    "t5_rate": ("t5, ten times the learning rate for its table", ten_times_the_rate(T5Bias)),
-    "t5_untie_cls_rate": ("the same of t5_untie_cls", ten_times_the_rate(T5UntieCls)),
-    "tupe_a_free_rate": ("the same of tupe_a_free", ten_times_the_rate(TupeFree)),
-    "tupe_r_rate": ("the same of T5's table in tupe_r", ten_times_the_rate(TupeR)),
     "bert_ad_small": ("bert_ad, U_Q and U_K initialized as W_Q and W_K", BertADSmall),
+    "abs_rate": ("abs, ten times the learning rate for p", ten_times_the_learning_rate(Absolute)),
+    "t5_rate": (
+        "t5, ten times the learning rate for its table",
+        ten_times_the_learning_rate(T5Bias),
+    ),
+    "t5_untie_cls_rate": ("the same of t5_untie_cls", ten_times_the_learning_rate(T5UntieCls)),
+    "tupe_a_free_rate": ("the same of tupe_a_free", ten_times_the_learning_rate(TupeFree)),
+    "tupe_r_rate": ("the same of T5's table in tupe_r", ten_times_the_learning_rate(TupeR)),
 }
 
 

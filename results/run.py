@@ -139,8 +139,8 @@ def commands(table, name, root=OUT):
     extrapolates = not re.search("abs|tupe|lab", name)  # has no table of absolute positions
     if table in ("lengths", "clipped", "long-text") or table == "ranking" and extrapolates:
         long_text = "1024,2048" if extrapolates else "1024"
-        lengths = {"lengths": "128,256,512", "long-text": long_text}
-        lengths = lengths.get(table, "64,128,256,512")
+        others = {"lengths": "128,256,512", "long-text": long_text}
+        lengths = others.get(table, "64,128,256,512")
         parts["lengths"] = f"python -m tools.lengths --ckpt {out} --lengths {lengths}"
     scored = table in ("recipe", "schemes", "objectives", "ranking") and "-tc-" not in name
     if scored and "BLIMP" in os.environ:  # tc alone has no likelihoods
